@@ -209,11 +209,16 @@ def test_python_for_several_ranks_prints_what_the_page_says(
 def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "file-formats.md").read_text(encoding="utf-8")
     found = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
-    assert {value["format"] for value in found} == {"topoplan.topology/1", "topoplan.cluster/1"}
-    for value in found:
-        path = tmp_path / "machine.json"
+    trees = [value for value in found if value["format"] == "topoplan.trees/1"]
+    machines = [value for value in found if value not in trees]
+    assert {value["format"] for value in machines} == {"topoplan.topology/1", "topoplan.cluster/1"}
+    path = tmp_path / "file.json"
+    for value in machines:
         path.write_text(json.dumps(value))
         assert topoplan.load(path).gpus
+    for value in trees:
+        assert topoplan.plan_from_trees("dgx-1v", "allreduce", value["trees"], gpus=[1, 4, 5, 7]).rate > 0
+    assert trees
 
 
 def test_readme_is_short() -> None:

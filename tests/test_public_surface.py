@@ -56,6 +56,7 @@ TAKERS: dict[str, Asked] = {
     "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),
     "plan_from_trees": lambda machine: topoplan.plan_from_trees(machine, "allreduce", [[0, 1, 2, 3]]),
     "plan_mesh": lambda machine: topoplan.plan_mesh(machine, {"dp": 2, "tp": 2}),
+    "plan_survival": topoplan.plan_survival,
     "ring": topoplan.ring,
     "slow_links": lambda machine: topoplan.slow_links(machine, {"gpu0-gpu1": 10}),
     "sparse_plan": lambda machine: topoplan.sparse_plan(machine, density=0.01),

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
     from topoplan.packing.mesh import plan_mesh
     from topoplan.packing.planner import plan
+    from topoplan.packing.survival import Replanned, plan_survival, replan
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan
-    from topoplan.plans.size_plans import SizePlans, load_plan
+    from topoplan.plans.size_plans import SizePlans, load_plan, load_survival
+    from topoplan.plans.survival import SurvivalPlans, surviving_ranks, verify_survival
     from topoplan.plans.verify import verify
     from topoplan.probing.probe import probe
     from topoplan.schedules.double_binary_tree import double_binary_tree
@@ -56,8 +58,10 @@ _HOME = {
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
+    "Replanned": "topoplan.packing.survival",
     "Server": "topoplan.clusters.server",
     "SizePlans": "topoplan.plans.size_plans",
+    "SurvivalPlans": "topoplan.plans.survival",
     "Topology": "topoplan.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
@@ -68,6 +72,7 @@ _HOME = {
     "load": "topoplan.formats.load",
     "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
+    "load_survival": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "neighbour_probabilities": "topoplan.simulation.gossip",
     "nvswitch_cluster": "topoplan.clusters.shapes",
@@ -78,13 +83,17 @@ _HOME = {
     "plan_by_size": "topoplan.choice.by_size",
     "plan_from_trees": "topoplan.schedules.own_trees",
     "plan_mesh": "topoplan.packing.mesh",
+    "plan_survival": "topoplan.packing.survival",
     "probe": "topoplan.probing.probe",
+    "replan": "topoplan.packing.survival",
     "ring": "topoplan.schedules.rings.ring",
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
     "sparse_plan": "topoplan.schedules.sparse_plan",
+    "surviving_ranks": "topoplan.plans.survival",
     "three_phase": "topoplan.schedules.three_phase",
     "verify": "topoplan.plans.verify",
+    "verify_survival": "topoplan.plans.survival",
     "without_devices": "topoplan.degraded",
     "without_gpus": "topoplan.degraded",
     "without_links": "topoplan.degraded",
@@ -99,8 +108,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProbeError",
+    "Replanned",
     "Server",
     "SizePlans",
+    "SurvivalPlans",
     "Topology",
     "TopologyError",
     "TopoplanError",
@@ -111,6 +122,7 @@ __all__ = [
     "load",
     "load_mesh",
     "load_plan",
+    "load_survival",
     "lowest_tree",
     "neighbour_probabilities",
     "nvswitch_cluster",
@@ -121,13 +133,17 @@ __all__ = [
     "plan_by_size",
     "plan_from_trees",
     "plan_mesh",
+    "plan_survival",
     "probe",
+    "replan",
     "ring",
     "simulate",
     "slow_links",
     "sparse_plan",
+    "surviving_ranks",
     "three_phase",
     "verify",
+    "verify_survival",
     "without_devices",
     "without_gpus",
     "without_links",

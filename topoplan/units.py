@@ -139,6 +139,18 @@ def bus_factor(collective: str, ranks: int) -> float:
     return 1.0
 
 
+def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
+    """The bus bandwidth to put behind a rate in GB/s; nothing where it is the same.
+
+    Examples
+    --------
+    >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
+    (', 75 of bus bandwidth', '')
+    """
+    factor = bus_factor(collective, ranks)
+    return "" if factor == 1 else f", {gbps * factor:.{digits}g} of bus bandwidth"
+
+
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?:([MGT])(B|b|bit)(?:/s|ps))?\s*")
 _THOUSANDS = {"M": -1, "G": 0, "T": 1}
 

@@ -20,6 +20,9 @@ from topoplan.plans.plan import Plan
 
 Array = TypeVar("Array")
 
+LONGEST_TIMEOUT = 100_000
+"""Seconds, more than a day; waits of the systems, some of them for multiples of it, end at 2**31 milliseconds."""
+
 AVERAGED = ("float16", "float32", "float64", "complex64", "complex128")
 """Types whose averages a back end may divide itself: numpy divides them alike wherever they are."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from collectives.backends.backend import Backend, Follows
+from collectives.backends.backend import LONGEST_TIMEOUT, Backend, Follows
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 
@@ -18,10 +18,6 @@ NEEDS = {
     "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
 }
 """The module that a back end needs, its name, and what installs it."""
-
-
-LONGEST_TIMEOUT = 100_000
-"""Seconds, more than a day; waits of the systems, some of them for multiples of it, end at 2**31 milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)

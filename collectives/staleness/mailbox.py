@@ -17,10 +17,12 @@ import json
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Client, Connection, Listener
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,9 @@ PULL, PULLED = "pull", "pulled"
 
 WARNING_SECONDS = 0.5
 """Time in which the others are told of a rank that was lost, or the reason of a broken connection arrives."""
+
+STRANGER_SECONDS = 2.0
+"""Time in which whoever connects must prove that it has the key, which a scanner of ports has not."""
 
 
 class Mailbox:
@@ -217,19 +222,24 @@ class Mailbox:
 
     def _meet(self, gather: Gather) -> None:
         key = bytes.fromhex(gather(secrets.token_hex(32))[0])
-        listener = Listener(("", 0), authkey=key)
+        listener = Listener(("", 0))
         here = this_host()
         told = {"host": here, "address": _own_address(), "port": listener.address[1]}
         contacts = [json.loads(text) for text in gather(json.dumps(told))]
-        accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
+        accepting = threading.Thread(target=self._accept, args=(listener, key), daemon=True)
         accepting.start()
         try:
             for peer in self._clocks:
                 contact = contacts[peer]
                 where = ("127.0.0.1" if contact["host"] == here else contact["address"], contact["port"])
-                self._senders[peer] = Sender(peer, Client(where, authkey=key), self._cannot_send, self.rank)
-        except OSError as error:
-            raise self._fail(peer, f"cannot reach rank {peer}: {error.strerror or error}") from None
+                made = Client(where)
+                with _limited(made, self._timeout):
+                    answer_challenge(made, key)
+                    deliver_challenge(made, key)
+                self._senders[peer] = Sender(peer, made, self._cannot_send, self.rank)
+        except (OSError, EOFError, AuthenticationError) as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise self._fail(peer, f"cannot reach rank {peer}: {why}") from None
         accepting.join(self._timeout)
         listener.close()
         if accepting.is_alive() or len(self._incoming) < len(self._clocks):
@@ -237,11 +247,18 @@ class Mailbox:
                 f"not all of {self.size} ranks came within {self._timeout:g} s", rank=self.rank
             )
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: Listener, key: bytes) -> None:
         with contextlib.suppress(OSError):
             while len(self._incoming) < len(self._clocks):
                 connection = listener.accept()
-                peer = int(connection.recv_bytes().decode())
+                try:
+                    with _limited(connection, STRANGER_SECONDS):
+                        deliver_challenge(connection, key)
+                        answer_challenge(connection, key)
+                        peer = int(connection.recv_bytes().decode())
+                except (OSError, EOFError, AuthenticationError):
+                    connection.close()  # no rank of this job
+                    continue
                 self._incoming.append(connection)
                 thread = threading.Thread(
                     target=self._receive, args=(peer, connection), name=f"mail from {peer}", daemon=True
@@ -435,6 +452,17 @@ class Sender:
         except OSError as error:
             self._warned.set()  # it cannot be told any more
             self._lost(self._peer, f"cannot send to rank {self._peer}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def _limited(connection: Connection, seconds: float) -> Iterator[None]:
+    """What is received in the block comes within so many seconds, or is an OSError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        yield
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
 
 def _wake(connection: Connection) -> None:

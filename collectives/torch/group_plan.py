@@ -19,7 +19,7 @@ from collectives.backends.torch.open_group import devices_of
 from collectives.job.given_plan import GivenPlan, given_alike, plan_for_all
 from collectives.peers.error_rounds import Gather, say_all, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
-from collectives.training.averaging import ExchangeSettings
+from collectives.training.exchange_settings import ExchangeSettings
 from topoplan.errors import InfeasibleError, TopoplanError, UsageError
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import SizePlans

@@ -27,7 +27,8 @@ from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
 from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
-from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
+from collectives.training.averaging import InStepAverager, averager
+from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank

@@ -15,14 +15,10 @@ from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, Mode, mode_of
-from collectives.training.averaging import (
-    Density,
-    ExchangeSettings,
-    average_parameters,
-    averager,
-)
+from collectives.training.averaging import average_parameters, averager
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
+from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
@@ -153,6 +149,9 @@ class GradientSynchronizer:
             self._averager = averager(comm, how, self.recorder, timeout=timeout)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
+            self._there = (
+                0  # the place of a rank of this process that had data in the last step in which one had
+            )
             self._apart = False
             self._proximal: Proximal | None = None
             if isinstance(self.mode, LocalSGD) and self.mode.proximal:
@@ -288,7 +287,8 @@ class GradientSynchronizer:
         self._exchange.presence = presence
         try:
             yield
-            self._check_between_steps()
+            with self._refusing("leaving join"):
+                self._check_between_steps()
             presence.here = 0
             last = True
             while presence.ask(self.recorder.step):
@@ -537,7 +537,9 @@ class GradientSynchronizer:
         presence, comm = self._exchange.presence, self.communicator
         if presence is None or comm.one_rank or not isinstance(gradients, list | tuple):
             return gradients
-        presence.here = sum(one is not None for one in gradients)
+        there = [place for place, one in enumerate(gradients) if one is not None]
+        presence.here = len(there)
+        self._there = there[0] if there else self._there
         return [self._zeros() if one is None else one for one in gradients]
 
     def _zeros(self) -> list[Any]:
@@ -563,7 +565,7 @@ class GradientSynchronizer:
     def _copy_from_last(self, weights: list[list[Any]], last: bool) -> None:
         """Give all ranks the parameters of one that had data to the end."""
         comm = self.communicator
-        root = self._over_all(comm.ranks[0] if last else 0, "max")
+        root = self._over_all(comm.ranks[self._there] if last else 0, "max")
         for one in zip(*weights, strict=True):
             given = one[0] if comm.one_rank else list(one)
             comm.broadcast(given, root=root, out=given)

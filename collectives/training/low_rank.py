@@ -9,7 +9,9 @@ What is given up: one gradient is no longer the average but its part of low rank
 later, so that over a run everything is used. By default a bucket is one matrix whatever layers lie in it, which is
 coarser than a matrix for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or more
 dimensions is one, and all others travel whole beside them. Matrices are multiplied on the CPU. The product is added up
-column by column in a fixed order, so that every rank has the same bits.
+column by column in a fixed order, so that every rank has the same bits. Where a rank's gradient holds NaN or infinity,
+all averages of its matrices are NaN on all ranks, as a loop that skips such steps has to see, and what was kept before
+stays.
 """
 
 from __future__ import annotations
@@ -175,22 +177,34 @@ class LowRankExchange:
         self.memory.add_to(held, lines)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
-        products = [
-            [
-                *(m @ right for m, right in zip(mine, rights, strict=True)),
-                *(one[p.start : p.stop] for p in whole),
+        with np.errstate(invalid="ignore"):
+            products = [
+                [
+                    *(m @ right for m, right in zip(mine, rights, strict=True)),
+                    *(one[p.start : p.stop] for p in whole),
+                ]
+                for mine, one in zip(matrices, values, strict=True)
             ]
-            for mine, one in zip(matrices, values, strict=True)
-        ]
         summed = self._sum(products, given, op, async_op=False).wait()
-        lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         # what travels whole has arrived with the first sum
         total = values[0].copy()
         for part, line in zip(whole, summed[len(thin) :], strict=True):
             total[part.start : part.stop] = line
+        numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
+
+        def undefined() -> Any:
+            for at in thin:
+                total[at.start : at.stop] = np.nan
+            return put_in_all(comm, total, given, out)
+
+        if not _finite(summed[: len(thin)]):
+            return Handle.of(undefined()), numbers / values[0].size
+        lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         again = [[m.T @ left for m, left in zip(mine, lefts, strict=True)] for mine in matrices]
 
         def product(found: list[Matrix]) -> Any:
+            if not _finite(found):
+                return undefined()
             for at, left, one in zip(thin, lefts, found, strict=True):
                 right = one.astype(np.float32)
                 average = outer(left, right).reshape(-1)[: at.stop - at.start]
@@ -206,16 +220,17 @@ class LowRankExchange:
                 self.memory.keep(held, lines)
             return put_in_all(comm, total, given, out)
 
-        numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
         handle = self._sum(again, given, op, async_op=async_op).then(product)
         return handle, numbers / values[0].size
 
     def _right(self, at: Thin) -> Matrix:
-        """Where the search for a matrix's directions goes on, or begins."""
+        """Where the search for a matrix's directions goes on, or begins: of length 1, so that products fit 16 bits."""
         kept = self.memory.array(at.key)
         if kept is None or kept[0].shape != (at.columns, self.settings.rank):
-            return _first(at.key, at.columns, self.settings.rank)
-        return kept[0]
+            kept = [_first(at.key, at.columns, self.settings.rank)]
+        wide = kept[0].astype(np.float64)
+        lengths = np.sqrt(np.add.reduce(wide * wide, axis=0))
+        return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
     def _sum(
         self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
@@ -223,9 +238,15 @@ class LowRankExchange:
         """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type."""
         comm, library = self.communicator, self.communicator.arrays
         lines = []
+        divisor = np.float32(1)
+        if op == "avg" and library.itemsize(given[0]) < 4:
+            # divided before it is rounded: a sum may be too large for float16
+            op, divisor = "sum", np.float32(comm.size)
         for mine, like in zip(matrices, given, strict=True):
             line = library.empty((sum(one.size for one in mine),), like)
-            told = np.concatenate([one.reshape(-1).astype(library.values(line).dtype) for one in mine])
+            kind = library.values(line).dtype
+            with np.errstate(over="ignore"):
+                told = np.concatenate([(one.reshape(-1) / divisor).astype(kind) for one in mine])
             library.put(line, told)
             lines.append(line)
         shapes = [one.shape for one in matrices[0]]
@@ -276,6 +297,11 @@ def outer(left: Matrix, right: Matrix) -> Matrix:
     for one, other in zip(left.T, right.T, strict=True):
         total += one[:, None] * other[None, :]
     return total
+
+
+def _finite(matrices: Sequence[Matrix]) -> bool:
+    """Whether nothing in sums is NaN or infinite: the same on all ranks, which have the same sums."""
+    return all(bool(np.isfinite(one).all()) for one in matrices)
 
 
 def _matrix(values: Matrix, at: Thin) -> Matrix:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import LocalSGD, Straggler, mode_of
-from collectives.training.averaging import ExchangeSettings
+from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
 from topoplan.errors import UsageError
 from topoplan.simulation.clocks import run_clocks

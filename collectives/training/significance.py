@@ -12,7 +12,8 @@ each adds them in the order of the ranks: all have the same bits. Where that wou
 gradient goes by the dense plan, zeros where nothing is sent.
 
 What is given up: an average lacks what the ranks have kept; without feedback they forget it. Unlike a density, a
-threshold does not say how much is sent. Entries are chosen on the CPU.
+threshold does not say how much is sent. Entries are chosen on the CPU. NaN is always sent, so that whoever skips such
+steps sees it, and nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -211,10 +212,11 @@ class SignificanceExchange:
         self.memory.add_to(parts, lines)
         found = []
         for place, line in enumerate(lines):
-            indices = np.flatnonzero(np.abs(line) > how.threshold)
+            indices = np.flatnonzero(~(np.abs(line) <= how.threshold))
             if sketches:
                 sketches[place].add(indices)
-                indices = indices[sketches[place].estimate(indices) >= how.admission]
+                often = sketches[place].estimate(indices) >= how.admission
+                indices = indices[often | ~np.isfinite(line[indices])]
             found.append((indices, line[indices]))
             line[indices] = 0
         if how.feedback:

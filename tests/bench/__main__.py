@@ -42,6 +42,7 @@ from tests.bench import (
     selection,
     sizes,
     sparse,
+    survive,
     testbed,
     three_phases,
 )
@@ -93,6 +94,7 @@ def main() -> int:
         "selection": selection.main,
         "sizes": sizes.main,
         "sparse": sparse.main,
+        "survive": survive.main,
         "testbed": testbed.main,
         "three_phases": three_phases.main,
     }

@@ -3,8 +3,8 @@
 CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
 lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
 with ``"one_way": true``, and as `topoplan calibrate` prints it, data ran from ``src`` to ``dst`` alone. Ends are GPUs
-by name, or servers that have one end. ``failed`` in place of a number counts as 0. A
-fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
+by name, or servers that have one end. ``failed`` in place of a number counts as 0. A fourth value, ``together`` in
+JSON, is the round in which the test filled wide links with others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse_results(text: str) -> Results:
     Examples
     --------
     >>> parse_results("a,b,GB/s\\ns0.gpu0,s1.gpu0,11.5\\n").lines
-    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5),)
+    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5, together=''),)
     """
     if not text.strip():
         raise UsageError("no results: the file is empty")

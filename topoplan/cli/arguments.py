@@ -229,13 +229,15 @@ def add_allocation(parser: OneLineParser) -> None:
     )
 
 
-def add_collective(parser: OneLineParser, *, default: str | None = "allreduce") -> None:
-    """Which collective; a default of None leaves it open whether it was given."""
+def add_collective(
+    parser: OneLineParser, *, default: str | None = "allreduce", otherwise: str = "allreduce"
+) -> None:
+    """Which collective; a default of None leaves it open whether it was given, and ``otherwise`` says what is then."""
     parser.add_argument(
         "--collective",
         default=default,
         metavar="C",
-        help=f"{', '.join(EVERY)} (default: allreduce)",
+        help=f"{', '.join(EVERY)} (default: {otherwise})",
     )
 
 

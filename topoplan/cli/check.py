@@ -19,7 +19,7 @@ from topoplan.health.faults import Fault
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.probe import probe
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, name_ranges
+from topoplan.units import bus_words
 
 ALWAYS = "allreduce"
 """The collective whose cost is always told."""
@@ -69,6 +69,7 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
             {
                 "kind": fault.kind,
                 "devices": list(fault.devices),
+                "servers_alike": list(fault.servers),
                 "is": fault.state,
                 "should_be": fault.should_be,
                 "cost": {
@@ -89,12 +90,11 @@ def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
     print(f"resembles  {_resembles(found)}")
     for collective, each in costs.items():
         if each:
-            factor = bus_factor(collective, gpus)
-            now, healthy = each[0].now, each[0].healthy
-            print(
-                f"{collective}  {now:.6g} GB/s now, {healthy:.6g} healthy (bus bandwidth {now * factor:.6g}, "
-                f"{healthy * factor:.6g})"
+            now, healthy = (
+                f"{rate:.6g} GB/s{bus_words(rate, collective, gpus)}"
+                for rate in (each[0].now, each[0].healthy)
             )
+            print(f"{collective}  now {now}; healthy {healthy}")
     if found.faults:
         print()
         print(_table(found.faults, costs))
@@ -128,7 +128,7 @@ def _resembles(found: Diagnosis) -> str:
     return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
-_WIDEST = {"devices": 20, "is": 32, "should be": 30}
+_WIDEST = {"devices": 30, "is": 32, "should be": 30}
 """Characters of a cell that are shown; what is cut stands below the table."""
 
 
@@ -139,8 +139,7 @@ def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     rows = []
     cut = []
     for i, fault in enumerate(faults):
-        where = "-".join(fault.devices) if fault.of_a_link else ",".join(name_ranges(fault.devices))
-        texts = dict(zip(_WIDEST, (where, fault.state, fault.should_be), strict=True))
+        texts = dict(zip(_WIDEST, (fault.where, fault.state, fault.should_be), strict=True))
         cells = [_short(text, _WIDEST[title]) for title, text in texts.items()]
         rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
         if any(len(printable(text)) > _WIDEST[title] for title, text in texts.items()):

@@ -192,6 +192,9 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
     if options.json:
         print_json(costs_to_object(found, machine.whole))
         return 0
+    if options.csv:
+        print_csv([_server_row(found, one) for one in (found.whole, *found.rows)])
+        return 0
     print(f"{collective} on {machine.whole.name}")
     rows = [("all", str(found.whole.gpus), f"{found.whole.rate:.4g}", f"{found.whole.bus:.4g}", "")]
     rows += [
@@ -204,7 +207,7 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
         )
         for row in found.rows
     ]
-    print(table(("servers", "GPUs", "GB/s", "bus", "of all"), rows))
+    print(table(("servers", "GPUs", "GB/s", "busbw", "of all"), rows))
     least = found.rows[-1].rate
     fewer = f"; without any other {least:.4g}" if least > found.whole.rate else ""
     for row in found.slow:
@@ -228,18 +231,27 @@ def _servers(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"one of {', '.join(name_ranges(names))}" if names else ""
 
 
+def _server_row(found: ServerCosts, one: WithoutServer) -> dict[str, object]:
+    """What is left without some server, of which ``servers`` names those that stand for each other."""
+    return {
+        "servers": " ".join(name_ranges(one.servers)),
+        "gpus": one.gpus,
+        "rate": one.rate,
+        "busbw": one.bus,
+        "gap": one.gap,
+        "gain": found.gain(one),
+    }
+
+
 def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]:
     """The JSON object of what servers cost; rates in GB/s, 0 where no path joins what is left."""
-
-    def row(one: WithoutServer) -> dict[str, object]:
-        return {"gpus": one.gpus, "rate": one.rate, "bus": one.bus, "gap": one.gap}
-
+    whole, *rows = (
+        {**_server_row(found, one), "servers": list(one.servers)} for one in (found.whole, *found.rows)
+    )
     return {
         "machine": topology.name,
         "collective": found.collective,
-        "all": row(found.whole),
-        "without": [
-            {"servers": list(one.servers), **row(one), "gain": found.gain(one)} for one in found.rows
-        ],
+        "all": whole,
+        "without": rows,
         "notes": list(topology.notes),
     }

@@ -6,6 +6,7 @@ The script is made by shtab from the parsers of all commands, those of installed
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from topoplan.cli.arguments import OneLineParser
@@ -20,18 +21,9 @@ _MACHINES = {
 }
 """What completes a machine: a name of the library, or a file."""
 
-_FILES = (
-    "TOPO",
-    "TOPO2",
-    "PLAN.json|TOPO",
-    "PLAN.json",
-    "PLAN.json|FILE",
-    "LOG",
-    "FILE",
-    "F.json",
-    "F.png",
-    "F",
-)
+_MACHINE = re.compile(r"(.*\|)?TOPO2?")
+_FILE = re.compile(r"(.*\|)?(F|F\.\w+|FILE|LOG|PLAN\.json)")
+"""How arguments that are machines or files are called in the help."""
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -63,8 +55,7 @@ def _complete_files(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 _complete_files(below)
-        elif action.metavar in _FILES:
-            named = str(action.metavar).endswith(("TOPO", "TOPO2"))
-            action.complete = (  # type: ignore[attr-defined]
-                {"bash": "_topoplan_machines", "zsh": "_topoplan_machines"} if named else shtab.FILE
-            )
+        elif _MACHINE.fullmatch(str(action.metavar)):
+            action.complete = dict.fromkeys(SHELLS, "_topoplan_machines")  # type: ignore[attr-defined]
+        elif _FILE.fullmatch(str(action.metavar)):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

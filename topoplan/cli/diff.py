@@ -25,7 +25,9 @@ _RATES = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``diff``."""
     arguments.add_machine(parser)
-    parser.add_argument("other", metavar="B", help="the other description, as TOPO; - for stdin")
+    parser.add_argument(
+        "other", metavar="TOPO2", help="the other description, B where TOPO is A; - for stdin"
+    )
     arguments.add_json(parser)
     add_cluster(parser)
 
@@ -111,7 +113,7 @@ def _print(found: Differences, size: Sequence[int], names: Sequence[str]) -> Non
         (side, name, str(gpus), *_both(bounds, gpus))
         for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
-    heads = [head for collective in COLLECTIVES for head in (collective, "bus")]
+    heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]
     print(table(("", "machine", "GPUs", *heads), sides))
     if not found.rows:
         return

@@ -25,7 +25,7 @@ from topoplan.hosts.notes import warning
 from topoplan.in_network import fully_used
 from topoplan.plans.plan import check_collective
 from topoplan.topology import Topology
-from topoplan.units import format_size, number_ranges
+from topoplan.units import bus_words, format_size, number_ranges
 
 HEAD = (
     *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
@@ -49,7 +49,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
-    arguments.add_collective(parser, default=None)
+    arguments.add_collective(parser, default=None, otherwise="what the log names, else what its columns fit")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
         raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
-    if options.json and options.csv:
-        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+    arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
@@ -97,6 +96,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give what they printed"
+        )
+    if collective is not None and all(run.program or run.collective for run in runs):
+        raise UsageError(
+            "--collective is for runs that do not name their test, and there are none here; leave it out"
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:
@@ -239,14 +242,16 @@ def _reference_lines(found: Reachable) -> list[str]:
     """What NCCL and any schedule can, in algorithm and bus bandwidth."""
 
     def both(rate: float) -> str:
-        return f"{rate:.4g} GB/s (busbw {rate * found.factor:.4g})"
+        return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
 
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
     rates = [f"{name} {both(rate)}" for name, rate in found.nccl]
+    first, *others = rates or ["has nothing here"]
     return [
-        f"NCCL   {', '.join(rates) if rates else 'has nothing here'}",
-        f"best   {both(found.best)} over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
+        f"NCCL   {first}",
+        *(f"       {rate}" for rate in others),
+        f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
     ]
 
 
@@ -279,16 +284,15 @@ def _verdict(one: JudgedRun) -> str:
     top = max(usable, key=lambda row: row.rate)
     found = top.reachable
     assert found is not None
-    first = (
-        f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s (busbw {top.rate * found.factor:.4g})"
-    )
+    bus = bus_words(top.rate, found.collective, len(found.gpus), digits=4)
+    first = f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s{bus}"
     if top.of_best is None:
         return first
     rest = f"{_percent(top.of_best)} of what any schedule can"
     if top.of_nccl is not None:
         rest = f"{_percent(top.of_nccl)} of NCCL's best ({found.nccl[0][0]}), {rest}"
     why = "; latency binds at this size, so larger ones are faster" if top.bound_by == LATENCY else ""
-    return f"{first}, {rest}{why}"
+    return f"{first}; {rest}{why}"
 
 
 def _nic_sentences(one: JudgedRun) -> list[tuple[JudgedRow, str]]:

@@ -54,7 +54,10 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments those of the process are taken."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    whole = {"--json", "--csv", "completion"} & set(given) or ("-o", "-") in pairwise(given)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    words = {word.split("=")[0] for word in given}
+    whole = {"--json", "--csv", "--format", "export", COMPLETION} & words or ("-o", "-") in pairwise(given)
     width = terminal_width()
     if width is not None and not whole:
         # What is read by a person; what another program reads keeps its lines.
@@ -68,8 +71,6 @@ def _main(given: list[str]) -> int:
     own = name in COMMANDS and name != COMPLETION
     others = {} if own else {n: load for n, load in offered(GROUP).items() if n not in COMMANDS}
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(given, name, others)
         if sys.stdout is not None:

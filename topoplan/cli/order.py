@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +15,11 @@ from topoplan.cli.damage_options import Machine, add_damage, damaged, overlaid
 from topoplan.cli.order_table import Answer, order_object, print_mesh, print_order
 from topoplan.cli.output import check_target, print_json, print_notes, write_whole
 from topoplan.cli.plan_mesh import add_options as add_mesh
-from topoplan.cli.sources import read_machine
+from topoplan.cli.sources import host_names, read_machine
 from topoplan.clusters.domains import domain
 from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
-from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.load import load, load_network, read_text
-from topoplan.formats.slurm.hostlist import expand
+from topoplan.errors import UsageError
+from topoplan.formats.load import load, load_network
 from topoplan.ordering.launch_files import LAUNCH_FILES, hosts_of, seats, usage
 from topoplan.ordering.mesh_axes import MeshOrder, best_mesh
 from topoplan.ordering.search import RankOrder, best_order
@@ -142,7 +140,7 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], Nod
     if options.server is None:
         if options.slurm_topology is not None:
             raise UsageError("--slurm-topology belongs to --server, which says what a node is; add it")
-        return read_machine(options), () if options.hosts is None else _hosts(options.hosts), None
+        return read_machine(options), () if options.hosts is None else host_names(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")
     if network is None:
         raise UsageError(
@@ -154,7 +152,7 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], Nod
         raise UsageError(
             f"{refused} does not go with a description of Slurm, which says how nodes are joined"
         )
-    nodes = tuple(node for node, _ in network.nodes) if options.hosts is None else _hosts(options.hosts)
+    nodes = tuple(node for node, _ in network.nodes) if options.hosts is None else host_names(options.hosts)
     machine = _of_nodes(options, network, nodes)
     home = dict(network.nodes)
     return machine, (), replace(network, nodes=tuple((node, home[node]) for node in nodes))
@@ -188,17 +186,3 @@ def _of_nodes(options: argparse.Namespace, network: NodeNetwork, nodes: Sequence
         transport=options.transport,
     )
     return damaged(options, whole)
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    """Names from a list, or from a file whose lines begin with one; a host of several ranks counts once."""
-    if not os.path.isfile(text):
-        try:
-            return expand(text)
-        except TopologyError as error:
-            raise UsageError(f"--hosts: no such file, and {error}") from None
-    lines = [line.split("#")[0].split() for line in read_text(text).splitlines()]
-    found = tuple(dict.fromkeys(name for line in lines if line for name in expand(line[0])))
-    if not found:
-        raise UsageError(f"{text} names no host; write one on each line")
-    return found

@@ -14,7 +14,7 @@ from topoplan.ordering.hop_loads import OrderRates
 from topoplan.ordering.launch_files import Seat
 from topoplan.ordering.mesh_axes import MeshOrder, Placement
 from topoplan.ordering.search import ENUMERATED, RankOrder
-from topoplan.units import bus_factor
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 MOST_PLACEMENTS = 12
 """Placements that are listed."""
@@ -78,6 +78,8 @@ def print_order(answer: Answer, ranked: RankOrder) -> None:
         print(
             f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
         )
+    if ranked.after.tree is None:
+        print("NCCL    lays rings of its own inside a server, several at once: topoplan compare has them")
     crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
     if any(crossed):
         print(
@@ -107,8 +109,7 @@ def _rates(answer: Answer, ranked: RankOrder) -> list[tuple[str, Rates, Rates]]:
 
 
 def _print_seats(answer: Answer) -> None:
-    hosts = folded(answer.hosts)
-    print(f"hosts   {hosts if len(hosts) <= WIDEST else hosts[:WIDEST] + '…'}")
+    print(f"hosts   {_cut(folded(answer.hosts), WIDEST)}")
     taken: dict[str, list[int]] = {}
     for seat in answer.found:
         taken.setdefault(seat.host, []).append(seat.slot)
@@ -116,12 +117,17 @@ def _print_seats(answer: Answer) -> None:
     for host, slots in taken.items():
         alike.setdefault(tuple(slots), []).append(host)
     for places, names in list(alike.items())[:4]:
-        where = "every host" if len(alike) == 1 else folded(names)[:40]
+        where = "every host" if len(alike) == 1 else _cut(folded(names), 40)
         if len(alike) > 1 or list(places) != list(range(len(places))):
-            told = " ".join(map(str, places))
-            print(f"GPUs    {told if len(told) <= 60 else told[:60] + '…'} on {where}")
+            told = number_ranges(places)
+            print(f"GPUs    {_cut(told, 60)} on {where}")
     if len(alike) > 4:
         print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
+
+
+def _cut(text: str, most: int) -> str:
+    """A list of which so many characters are shown; --json has all."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def print_mesh(answer: Answer, ranked: MeshOrder) -> None:
@@ -171,10 +177,10 @@ def print_mesh(answer: Answer, ranked: MeshOrder) -> None:
 def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) -> str:
     for (axis, weight), alone in zip(ranked.weights, best.alone, strict=True):
         if axis == name:
-            factor = bus_factor(collective, dict(ranked.axes)[axis])
+            ranks = dict(ranked.axes)[axis]
             rates = [float(alone), float(best.together * weight)]
-            return ": " + ", ".join(
-                f"{word} {rate:.6g} (busbw {rate * factor:.6g})"
+            return ": " + "; ".join(
+                f"{word} {rate:.6g} GB/s{bus_words(rate, collective, ranks)}"
                 for word, rate in zip(("rings alone", "at once"), rates, strict=True)
             )
     return ""

@@ -26,7 +26,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,18 +86,6 @@ def counted(number: int, noun: str) -> str:
     ('1 GPU', '8 GPUs')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
-    """The bus bandwidth to put behind a rate in GB/s; nothing where it is the same.
-
-    Examples
-    --------
-    >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
-    (', 75 of bus bandwidth', '')
-    """
-    factor = bus_factor(collective, ranks)
-    return "" if factor == 1 else f", {gbps * factor:.{digits}g} of bus bandwidth"
 
 
 def verdict(channels: Sequence[str], gap: float) -> str:

@@ -14,11 +14,11 @@ from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
+from topoplan.cli.output import check_target, counted, print_csv, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_machine
+from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import TopologyError, UsageError
-from topoplan.export.nccl.pair_script import STARTERS, pair_script, parse_hosts
+from topoplan.export.nccl.pair_script import STARTERS, hosts_of_servers, pair_script
 from topoplan.formats.load import read_text
 from topoplan.topology import Topology
 
@@ -35,8 +35,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="text, json, csv (a line for each test), or a script with which nccl-tests run the rounds: mpirun starts "
-        "every test here, ssh on the first of its two servers (default: text)",
+        help="text, json, csv (a line for each test; as --json and --csv), or a script with which nccl-tests run the "
+        "rounds: mpirun starts every test here, ssh on the first of its two servers (default: text)",
     )
     parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
     parser.add_argument(
@@ -61,8 +61,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--hosts",
-        metavar="FILE",
-        help="host names of the servers, a line each, for the scripts (default: s0, s1, …)",
+        metavar="LIST|F",
+        help="host names of the servers for the scripts, node[01-08,12] or a file with a host on each line (default: "
+        "s0, s1, …)",
     )
     parser.add_argument(
         "--size",
@@ -88,19 +89,26 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--any-pair", action="store_true", help="with --results, take pairs that these rounds do not have too"
     )
     arguments.add_json(parser)
+    arguments.add_csv(parser, "the tests")
     add_cluster(parser)
     add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan rounds of tests of two GPUs, or find the links that make pairs slow from their results."""
-    form = options.format or ("json" if options.json else "text")
-    if options.json and form != "json":
-        raise UsageError(f"--json and --format {form} print two things; leave one out")
+    arguments.check_csv(options)
+    asked_for = "json" if options.json else "csv" if options.csv else "text"
+    form = options.format or asked_for
+    if asked_for not in ("text", form):
+        raise UsageError(f"--{asked_for} and --format {form} print two things; leave one out")
     if options.results is not None and form not in ("text", "json"):
         raise UsageError(f"--results and --format {form} do not go together; leave one out")
     if options.output is not None and form not in STARTERS:
         raise UsageError("-o writes a script; add --format mpirun or --format ssh")
+    if options.hosts is not None and form not in STARTERS:
+        raise UsageError("--hosts is for scripts; add --format mpirun or --format ssh, or leave it out")
+    if not options.size:
+        raise UsageError("a test of 0 bytes measures nothing; give --size a buffer, such as 256MB")
     if options.results == "-" and options.topo == "-":
         raise UsageError("stdin is read once; give TOPO or --results a file")
     check_target(options.output, "-o")
@@ -108,8 +116,9 @@ def run(options: argparse.Namespace) -> int:
     topology, gpus = machine.whole, machine.allocation(options.gpus)
     results = None
     if options.results is not None:
+        text = _text(options.results)
         try:
-            results = parse_results(_text(options.results, "the results of pairs"))
+            results = parse_results(text)
         except UsageError as error:
             raise UsageError(f"{options.results}: {error}") from None
     one_way = options.one_way if results is None else results.one_way
@@ -144,7 +153,7 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
     topology = possible.topology
     if form in STARTERS:
         servers = list(dict.fromkeys(topology.device(end).server for end in possible.ends))
-        hosts = {} if options.hosts is None else parse_hosts(_text(options.hosts, "the hosts"), servers)
+        hosts = {} if options.hosts is None else hosts_of_servers(host_names(options.hosts), servers)
         text = pair_script(
             topology, (*rounds.rounds, *rounds.fill), starter=form, hosts=hosts, nbytes=options.size
         )
@@ -158,18 +167,27 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
         print_json(rounds_to_object(possible, rounds))
         return 0
     if form == "csv":
-        print("round,src,dst,channel,stated")
         named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
-        for name, tests in (*named, *((tests[0].together, tests) for tests in rounds.fill)):
-            for test in tests:
-                print(f"{name},{test.src},{test.dst},{test.channel},{test.rate:g}")
+        print_csv(
+            [
+                {
+                    "round": name,
+                    "src": test.src,
+                    "dst": test.dst,
+                    "channel": test.channel,
+                    "stated": f"{test.rate:g}",
+                }
+                for name, tests in (*named, *((tests[0].together, tests) for tests in rounds.fill))
+                for test in tests
+            ]
+        )
         return 0
     print(f"{topology.name}: {_summary(possible, rounds)}")
     proved = len(rounds.rounds) == rounds.fewest
     print(f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}")
     print(
         f"links   all {rounds.links} that pairs cross, {counted(rounds.times, 'time')} each where so many pairs do; "
-        f"{rounds.classes} classes told apart,"
+        f"{rounds.classes} {'class' if rounds.classes == 1 else 'classes'} told apart,"
     )
     finest = rounds.finest
     print(
@@ -194,11 +212,12 @@ def _filled_by(tests: Sequence[PairTest]) -> list[str]:
     return [name.removesuffix(FILLED) for name in names]
 
 
-def _text(path: str, what: str) -> str:
+def _text(path: str) -> str:
+    name = "name the file with the results of pairs"
     try:
-        return read_text(path, f"name the file with {what}")
+        return read_text(path, name)
     except TopologyError:
-        raise UsageError(f"{path} is binary, not text; name the file with {what}") from None
+        raise UsageError(f"{path} is binary, not text; {name}") from None
 
 
 def _summary(possible: PairTests, rounds: Rounds) -> str:

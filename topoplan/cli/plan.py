@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.bounds.upper_bound import bound
-from topoplan.cli import arguments, plan_mesh, plan_sizes
+from topoplan.cli import arguments, plan_mesh, plan_sizes, plan_survive
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
-    bus_words,
     check_plot,
     check_target,
     counted,
@@ -40,7 +39,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, exact, format_seconds
+from topoplan.units import bus_factor, bus_words, exact, format_seconds
 
 OF_TREES = {
     "method": "exact",
@@ -84,7 +83,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--order",
         metavar="O",
-        help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
+        help=f"with exact, what comes first among equal rates: {', '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--height",
@@ -129,6 +128,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     plan_sizes.add_options(parser)
     plan_mesh.add_options(parser)
+    plan_survive.add_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -162,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     plan_sizes.check_options(options)
     plan_mesh.check_options(options)
+    plan_survive.check_options(options)
     sparse = asked_for(options)
     if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
@@ -175,6 +176,8 @@ def run(options: argparse.Namespace) -> int:
         return plan_sizes.run(options)
     if options.mesh is not None:
         return plan_mesh.run(options)
+    if options.survive is not None:
+        return plan_survive.run(options)
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:
@@ -364,7 +367,8 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
                 f"wider  {wider:.6g} GB/s{bus}, at most, with pcie too; "
                 "--channels all and all-staged say for which sizes"
             )
-        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        made_by = ", ".join(dict.fromkeys((plan.schedule, plan.method)))
+        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({made_by})")
         if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")
         print()
@@ -399,6 +403,8 @@ def _order_text(plan: Plan, order: str) -> str:
     elif plan.height == 1:
         lowest = "1, the lowest there is"
     fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
+    if order == "first":
+        fewer = "; the first such plan that was found: --order height looks for fewer trees"
     return f"lowest height first: {lowest}{fewer}"
 
 

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
-    bus_words,
     counted,
     plan_notes,
     print_json,
@@ -24,7 +23,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.mesh_plans import MeshPlans
 from topoplan.plans.plan import TREES
-from topoplan.units import format_seconds
+from topoplan.units import bus_words, format_seconds
 
 OF_ONE_PLAN = {
     "root": None,

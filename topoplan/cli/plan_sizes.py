@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
-    bus_words,
     counted,
     draw_plot,
     plan_notes,
@@ -30,7 +29,7 @@ from topoplan.fabric.fabric import channel_words
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
-from topoplan.units import format_seconds, format_size
+from topoplan.units import bus_words, format_seconds, format_size
 
 if TYPE_CHECKING:
     from topoplan.choice import Choice

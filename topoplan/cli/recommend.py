@@ -18,7 +18,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -144,9 +144,8 @@ def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
     """A row for each job, and what is the best about it."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
-    print(
-        f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
-    )
+    ways = f"{best} of {found.ways:,} ways" if found.ways != 1 else "the one way"
+    print(f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {ways} to divide it")
     print()
     rows = []
     for number, job in enumerate(found.jobs):
@@ -222,9 +221,8 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
     )
     over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
-    print(
-        f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
-    )
+    bus = bus_words(best.rate, collective, len(best.gpus))
+    print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, {over}")
     print(f"leaves {_leaves(best, sets)}")
     print()
     rows = [
@@ -249,9 +247,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
-    print(
-        "ring: NCCL's before 2.8; NCCL: the best of its rings, tree and NVLS; sets of a class have equal wires"
-    )
+    print("ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires")
 
 
 def _span(rates: Sequence[float]) -> str:

@@ -10,7 +10,6 @@ from topoplan.cli import arguments, simulate_jobs
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
-    bus_words,
     check_plot,
     check_target,
     counted,
@@ -34,7 +33,7 @@ from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import Run, chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.topology import Topology
-from topoplan.units import format_size
+from topoplan.units import bus_words, format_size
 
 
 def add_options(parser: arguments.OneLineParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import library, load, load_text, read_text
+from topoplan.formats.slurm.hostlist import expand
 from topoplan.in_network import with_in_network
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
@@ -242,3 +244,35 @@ def printable_machine(topology: Topology) -> Topology:
     """The same under a name that can be printed: a file name may hold bytes that are no character."""
     name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)
     return topology if name == topology.name else replace(topology, name=name)
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """Hosts from a list such as ``node[01-08,12]``, or from a file whose lines begin with one.
+
+    A host on several lines, as of several ranks, counts once.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, and the text is no list; or the file names no host.
+    TopologyError
+        A line of the file begins with what is no name.
+
+    Examples
+    --------
+    >>> host_names("node[08-10],login")
+    ('node08', 'node09', 'node10', 'login')
+    """
+    if not os.path.isfile(text):
+        try:
+            return expand(text)
+        except TopologyError as error:
+            raise UsageError(f"--hosts: no such file, and {error}") from None
+    lines = [line.split("#")[0].split() for line in read_text(text).splitlines()]
+    try:
+        found = tuple(dict.fromkeys(name for line in lines if line for name in expand(line[0])))
+    except TopologyError as error:
+        raise TopologyError(f"{text}: {error}") from None
+    if not found:
+        raise UsageError(f"{text} names no host; write one on each line")
+    return found

@@ -14,7 +14,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.phases import Phases
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Shard, Stage
+from topoplan.plans.tree import Shard, Stage, bracketed
 from topoplan.units import name_ranges
 
 MOST_ROWS = 64
@@ -73,7 +73,7 @@ def tree_table(plan: Plan) -> str:
                 f"{weight:.4g}",
                 names[stage.root],
                 str(stage.height),
-                bracketed(names, stage),
+                bracketed(names, stage, longest=LONGEST_TREE),
             )
         )
     text = table(("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree"), rows)
@@ -98,7 +98,7 @@ def tree_rows(plan: Plan) -> list[dict[str, object]]:
             "GB/s": float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0,
             "root": plan.vertices[_shown_stage(shard).root],
             "height": _shown_stage(shard).height,
-            "tree": bracketed(plan.vertices, _shown_stage(shard), longest=None),
+            "tree": bracketed(plan.vertices, _shown_stage(shard)),
         }
         for shard, count in plan.shard_counts
     ]
@@ -114,38 +114,6 @@ def _channels(plan: Plan, shard: Shard) -> str:
     crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
     known = Fabric(plan.topology, plan.channels).edge_channels
     return "+".join(channel for channel in known if channel in crossed)
-
-
-def bracketed(names: Sequence[str], stage: Stage, *, longest: int | None = LONGEST_TREE) -> str:
-    """A tree in brackets, ``>`` or ``<`` the way that data takes; children without any of their own come first;
-    cut to a number of characters unless that is None.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
-    >>> bracketed(plan.ranks, plan.shards[0].stages[1]), bracketed(plan.ranks, plan.shards[0].stages[0])
-    ('gpu4>(gpu7 gpu5>gpu1)', 'gpu4<(gpu7 gpu5<gpu1)')
-    >>> star = topoplan.one_hop(topoplan.load("dgx-2")).shards[0].stages[1]
-    >>> bracketed([f"gpu{i}" for i in range(16)], star)
-    'gpu0>gpu1-15'
-    """
-    arrow = "<" if stage.op == "reduce" else ">"
-    children: dict[int, list[int]] = {}
-    edges = stage.top_down()
-    for edge in edges:
-        children.setdefault(edge.parent, []).append(edge.child)
-    below: dict[int, str] = {}
-    for rank in dict.fromkeys(edge.parent for edge in reversed(edges)):
-        leaves = name_ranges(names[child] for child in children[rank] if child not in below)
-        parts = [*leaves, *(f"{names[child]}{below[child]}" for child in children[rank] if child in below)]
-        text = " ".join(parts)
-        below[rank] = f"{arrow}({text})" if len(parts) > 1 else f"{arrow}{text}"
-    text = f"{names[stage.root]}{below.get(stage.root, '')}"
-    if longest is None or len(text) <= longest:
-        return text
-    end = f" … ({len(edges)} edges)"
-    return text[: longest - len(end)].rsplit(" ", 1)[0] + end
 
 
 _LISTED = 4

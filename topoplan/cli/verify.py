@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import bus_words, counted, plan_notes, print_error, print_json, print_notes, table
+from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
@@ -21,10 +21,11 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.survival import SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.simulation.latency import LAUNCH
 from topoplan.simulation.time_bound import TimeBound, check_times
-from topoplan.units import format_size
+from topoplan.units import bus_words, format_size
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_mesh(options, text)
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
+    if isinstance(plans, SurvivalPlans):
+        return _run_survival(plans, as_json=options.json)
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
@@ -110,6 +113,53 @@ def _run_mesh(options: argparse.Namespace, text: str) -> int:
         f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {len(mesh.certificate.lengths)} links"
     )
     print("rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}")
+    return 0
+
+
+def _run_survival(book: SurvivalPlans, *, as_json: bool) -> int:
+    """Check the plan of the whole machine and, on the machine without what is lost, that of every failure."""
+    try:
+        with progress_line("checking"):
+            whole, *after = verify_survival(book)
+    except PlanError as error:
+        return _refused(error, as_json=as_json)
+    left = [one.failure for one in book.outcomes if one.plan is not None or one.like is not None]
+    if as_json:
+        rows = [
+            {
+                "kind": failure.kind,
+                "failure": failure.name,
+                "rate": finite(report.rate),
+                "bound": finite(report.bound),
+                "optimal": report.optimal,
+            }
+            for failure, report in zip(left, after, strict=True)
+        ]
+        print_json(
+            {
+                **_report_object(book.whole, whole),
+                "failures": rows,
+                "without_plan": len(book.outcomes) - len(left),
+                "digest": book.digest,
+            }
+        )
+        return 0
+    _print_report(book.whole, whole)
+    print()
+    print(
+        f"all {counted(len(left), 'plan')} after a failure valid, each on the machine without what is lost, "
+        f"from {len(book.own)} in the file"
+    )
+    proved = sum(report.optimal for report in after)
+    print(f"rate = bound for {proved} of them")
+    moving = [place for place, report in enumerate(after) if report.exact_rate is not None]
+    if moving:
+        worst = min(moving, key=lambda place: after[place].rate)
+        print(f"worst  {after[worst].rate:.9g} GB/s, without {left[worst]}")
+    if len(left) < len(book.outcomes):
+        without = counted(len(book.outcomes) - len(left), "failure")
+        print(f"{without} without a plan: no links join what is left, or the root is lost")
+    print_notes(*plan_notes(book.whole))
     return 0
 
 

@@ -322,10 +322,9 @@ def _each(columns: dict[str, list[str]], number: int) -> list[dict[str, str]]:
 
 HEADS = """\
 GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
-trees, count, height: packed trees, how many, edges from root to leaf; busbw: their bus bandwidth; bound: what no plan
-  exceeds
-ring: NCCL's before 2.8, over NVLink or else PCIe; relay: rings that pass through GPUs; binary: double binary tree
-nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
+trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+busbw: the trees' bus bandwidth; ring: NCCL's before 2.8, over NVLink or else PCIe; binary: double binary tree
+relay: rings that pass through GPUs; nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
 """What the heads of the table say."""
 
 

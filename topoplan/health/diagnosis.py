@@ -10,7 +10,7 @@ in `topoplan.health.nvlink_rules` and `topoplan.health.host_rules`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.clusters.alike import alike
@@ -18,9 +18,10 @@ from topoplan.health.faults import Fault, Kind
 from topoplan.health.host_rules import host_faults
 from topoplan.health.nvlink_rules import nvlink_faults
 from topoplan.health.resemblance import Resemblance, resemblance
-from topoplan.hosts.notes import Note, kind_of, listed, warning
+from topoplan.hosts.notes import Note, kind_of, warning
 from topoplan.hosts.staging import unstaged
 from topoplan.topology import Topology, TopologyLike, as_topology
+from topoplan.units import name_ranges
 
 _MOST = 4
 
@@ -37,7 +38,7 @@ class Diagnosis:
     parts : int
         GPUs of that machine.
     faults : tuple of Fault
-        Of servers that are alike, those of the first.
+        Of servers that are alike, those of the first, which name the others.
     """
 
     topology: Topology
@@ -71,11 +72,11 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     faults: list[Fault] = []
     first: Resemblance | None = None
     whole = unstaged(topology)
-    for server in [group[0] for group in alike(topology)] or [""]:
+    for server, *others in alike(topology) or [("",)]:
         inside = _server(whole, server)
         found = resemblance(inside) if inside.gpus else Resemblance()
         first = found if first is None else first
-        faults += _of_server(inside, found)
+        faults += [_in_all(fault, server, others) for fault in _of_server(inside, found)]
     faults += _rows(topology) + _unreachable(topology)
     faults += _told(topology, faults)
     machine = first.machine if first is not None else None
@@ -143,6 +144,21 @@ def _of_server(server: Topology, found: Resemblance) -> list[Fault]:
     return [replace(one, links=links) if one.kind == "MIG" else one for one in faults if one not in dark]
 
 
+def _in_all(fault: Fault, server: str, others: Sequence[str]) -> Fault:
+    """A fault of a server and of those that are wired alike."""
+    links = [
+        replace(link, src=_moved(link.src, server, other), dst=_moved(link.dst, server, other))
+        for other in others
+        for link in fault.links
+    ]
+    return replace(fault, links=(*fault.links, *links), servers=tuple(others))
+
+
+def _moved(name: str, server: str, other: str) -> str:
+    """The name that a device of a server has in another one that is wired alike."""
+    return f"{other}.{name.removeprefix(f'{server}.')}"
+
+
 def _rows(topology: Topology) -> list[Fault]:
     """Rows that a reader had to fill in."""
     return [
@@ -188,7 +204,7 @@ def _unreachable(topology: Topology) -> list[Fault]:
         waiting = {gpu: None for gpu in waiting if gpu not in joined}
     largest = max(groups, key=len, default=[])
     return [
-        Fault("unreachable", tuple(group), f"no path to {listed(largest)} and back", "one")
+        Fault("unreachable", tuple(group), f"no path to {', '.join(name_ranges(largest))} and back", "one")
         for group in groups
         if group is not largest
     ]

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from topoplan.hosts.notes import listed
 from topoplan.topology import Link, Topology
+from topoplan.units import name_ranges
 
 Kind = Literal[
     "link missing",
@@ -55,6 +55,8 @@ class Fault:
         What is found, and what a healthy machine has, in words.
     links : tuple of Link
         The links as they should be: in place of those between the same devices, or where there are none.
+    servers : tuple of str
+        Other servers, wired alike, that have the same fault; ``links`` has theirs too.
 
     Examples
     --------
@@ -67,14 +69,20 @@ class Fault:
     state: str
     should_be: str
     links: tuple[Link, ...] = ()
+    servers: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """One line for a person."""
         if self.kind == "told":
             return self.state
-        where = "-".join(self.devices) if self.of_a_link else listed(self.devices)
-        return f"{where}: {self.state}, should be {self.should_be}"
+        return f"{self.where}: {self.state}, should be {self.should_be}"
+
+    @property
+    def where(self) -> str:
+        """The devices, and which other servers have the same fault."""
+        here = "-".join(self.devices) if self.of_a_link else ", ".join(name_ranges(self.devices))
+        return f"{here} (as in {', '.join(name_ranges(self.servers))})" if self.servers else here
 
     @property
     def of_a_link(self) -> bool:

@@ -160,6 +160,8 @@ def usage(format_name: str, ranks: Sequence[Seat], path: str) -> tuple[str, ...]
     --------
     >>> usage("hostfile", [Seat("a", 1), Seat("a", 0)], "hosts")
     ('mpirun --hostfile hosts', 'on a the ranks take GPUs 1,0 in this order: CUDA_VISIBLE_DEVICES=1,0')
+    >>> usage("rankfile", [Seat("a", 4), Seat("a", 7)], "ranks")[1]
+    'on a the ranks take GPUs 4,7 in this order: CUDA_VISIBLE_DEVICES=4,7'
     """
     nodes = folded(list(dict.fromkeys(seat.host for seat in ranks)))
     lines = [
@@ -174,7 +176,7 @@ def usage(format_name: str, ranks: Sequence[Seat], path: str) -> tuple[str, ...]
         taken.setdefault(seat.host, []).append(seat.slot)
     alike: dict[tuple[int, ...], list[str]] = {}
     for host, slots in taken.items():
-        if slots != sorted(slots):
+        if slots != list(range(len(slots))):
             alike.setdefault(tuple(slots), []).append(host)
     lines += [
         f"on {folded(hosts)} the ranks take GPUs {','.join(map(str, slots))} in this order: "

@@ -79,6 +79,11 @@ class Placement:
     proved: bool = False
     nested: tuple[str, ...] = ()
 
+    @property
+    def merit(self) -> tuple[float | Fraction, ...]:
+        """By what placements are compared, the larger the better: trees, then rings at once, then rings alone."""
+        return (self.packed or 0.0, self.together, sum(self.alone, Fraction(0)))
+
 
 @dataclass(frozen=True, slots=True)
 class MeshOrder:
@@ -181,17 +186,15 @@ def best_mesh(
     for one in [now, *tried.values()]:
         if one.factors or (one.alone, one.together) not in along:
             known.setdefault((one.factors, one.nested, one.alone, one.together), one)
-    best = sorted(known.values(), key=lambda one: (-one.together, -sum(one.alone)))
+    best = sorted(known.values(), key=lambda one: one.merit, reverse=True)
     if size <= MOST_PACKED:
         planned = [
             _packed(topology, one, extents, weights, collective, channels) for one in best[:MOST_PLANNED]
         ]
         now = _packed(topology, now, extents, weights, collective, channels)
-        planned.sort(key=lambda one: -(one.packed or 0.0))
+        planned.sort(key=lambda one: one.merit, reverse=True)
         best = [*planned, *best[MOST_PLANNED:]]
-        if (now.packed or 0.0) >= (best[0].packed or 0.0):
-            best = [now, *(one for one in best if one.ranks != now.ranks)]
-    elif now.together >= best[0].together:
+    if now.merit >= best[0].merit:
         best = [now, *(one for one in best if one.ranks != now.ranks)]
     return MeshOrder(extents, weights, levels, now, tuple(best), order)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
@@ -35,7 +36,7 @@ from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_ti
 from topoplan.symmetry.search import find_symmetry
 from topoplan.trees.hop_constrained_search import SMALL, lowest_heights
 
-ORDERS = ("height", "trees")
+ORDERS = ("height", "trees", "first")
 """What is minimised first among packings of equal rate."""
 
 FIRST_HEIGHTS = 3
@@ -97,7 +98,8 @@ def pack_exact(
     root : int or None
         Root rank of a broadcast or reduce.
     order : str
-        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height. ``first``: the
+        first optimum of the lowest height found, with as many trees as it has.
     time_limit : float, Deadline or None
         Seconds after which the best packing so far is taken; heights, rounds and walks under way are ended.
     progress : callable or None
@@ -183,14 +185,19 @@ def _pack_few(
     target = certificate.bound(fabric, collective, root) * packing.scale
     tight = certificate
     generator = Generation(Pricing(packing), progress=progress, deadline=deadline)
+    low = first_low(generator, target) if order == "first" else None
+    if low is not None:
+        return ExactPacking(packing, low.weights(), certificate)
     if not generator.run(target):
         if deadline.cut:
             return _cut_short(generator, certificate)
         target = generator.value
         certificate = tight = packing.certificate(generator.duals())
-    if order == "height":
+    if order != "trees":
         generator = lowest(generator, target, progress)
-    weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
+    weights = generator.weights()
+    if order != "first":
+        weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
     return ExactPacking(packing, weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
@@ -210,6 +217,28 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     bound, best = min(bounds, key=lambda pair: pair[0])
     note = generator.deadline.note(out_of_time(float(generator.value / packing.scale), float(bound)))
     return ExactPacking(packing, generator.weights(), best, (note,))
+
+
+def first_low(generator: Generation, target: Fraction) -> Generation | None:
+    """Column generation at the lowest height that reaches the target, of the first heights; None where none does.
+
+    Unlike `lowest` it does not know what trees of any height have found, which takes longer than to find it where
+    low trees are enough.
+    """
+    pool: list[TreeColumn] = []
+    for height in range(_lowest_height(generator.packing), _lowest_height(generator.packing) + FIRST_HEIGHTS):
+        limited = Generation(
+            replace(generator.pricing, height=height),
+            progress=generator.progress,
+            deadline=generator.deadline,
+        )
+        limited.add(pool)
+        if limited.run(target, hopeless=target):
+            return limited
+        if generator.deadline.over():
+            return None
+        pool = limited.trees
+    return None
 
 
 def lowest(generator: Generation, target: Fraction, progress: Progress | None) -> Generation:
@@ -246,7 +275,9 @@ def _pack_on_orbits(
 ) -> ExactPacking:
     known: _Found | None = None
     enough = 1 if order == "trees" and root is not None else fabric.size
-    for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
+    for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
+        if order == "first" and known is not None and known.optimal:
+            break
         generators = tuple(
             tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
         )
@@ -276,16 +307,27 @@ class _Found:
         self.search = search
         self.elements = elements
         packing = search.packing
-        weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
+        weights = search.best.weights()
+        if search.order != "first":
+            weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
         self.weights = weights
-        self.trees = sum(map(packing.image_count, weights))
         self.height = max(tree.height for tree in weights)
         self.value = search.best.value
+
+    @cached_property
+    def trees(self) -> int:
+        """How many the forest has, with all images."""
+        return sum(map(self.search.packing.image_count, self.weights))
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no packing on any symmetries is better."""
+        return self.value >= self.search.target
 
     def rank(self, order: str) -> tuple[Fraction, int, int]:
         """Smaller is better."""
         behind = -self.value / self.search.packing.scale
-        return (behind, self.height, self.trees) if order == "height" else (behind, self.trees, self.height)
+        return (behind, self.trees, self.height) if order == "trees" else (behind, self.height, self.trees)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from topoplan.plans.json_values import (
     read_object,
 )
 from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
+from topoplan.plans.survival import SurvivalPlans
 from topoplan.topology import Topology
 
 FORMAT = "topoplan.plans/1"
@@ -232,8 +233,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
 
     Returns
     -------
-    Plan or SizePlans
-        Plans by size where the file was made with ``--sizes``.
+    Plan, SizePlans or SurvivalPlans
+        Plans by size where the file was made with ``--sizes``, and for failures where it was with ``--survive``.
 
     Raises
     ------
@@ -243,6 +244,19 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
         It is no plan file.
     """
     return parse_plan_file(read_plan_file(path))
+
+
+def load_survival(path: str | os.PathLike[str]) -> SurvivalPlans:
+    """Read a file that ``topoplan plan --survive 1 -o`` wrote; its claims are not trusted.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read.
+    PlanError
+        It holds no plans for failures.
+    """
+    return SurvivalPlans.from_json(read_plan_file(path))
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> str:
@@ -258,7 +272,9 @@ def read_plan_file(path: str | os.PathLike[str]) -> str:
 
 
 def parse_plan_file(text: str) -> Plans:
-    """Read the text of a plan file of either kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
+    """Read the text of a plan file of any kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
     value = parse_object(text)
     by_size = value.get("format") in (FORMAT, EXCHANGE_FORMAT)
+    if "failures" in value and not by_size:
+        return SurvivalPlans.from_object(value)
     return SizePlans.from_object(value) if by_size else Plan.from_object(value)

@@ -11,7 +11,7 @@ With |O| images of a template that crosses the links of an orbit L of links x ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -178,19 +178,8 @@ class ImageShards(Sequence[Shard]):
         return (self[number] for number in range(len(self)))
 
     def _image(self, shard: Shard, element: NDArray[np.int32]) -> Shard:
-        image = element.tolist()
-        names = {name: self.nodes[image[number]] for number, name in enumerate(self.nodes)}
-
-        def moved(edge: Edge) -> Edge:
-            route = tuple(names[device] for device in edge.route)
-            return Edge(image[edge.parent], image[edge.child], route, edge.channel)
-
-        stages = []
-        for stage in shard.stages:
-            edges = tuple(moved(edge) for edge in stage.edges)
-            there = Stage(stage.op, image[stage.root], edges, stage.entries)
-            stages.append(replace(there, edges=there.top_down()))
-        return Shard(shard.share, tuple(stages))
+        names = {name: self.nodes[image] for name, image in zip(self.nodes, element.tolist(), strict=True)}
+        return moved_shard(shard, element.tolist(), names)
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -225,6 +214,21 @@ class ImageShards(Sequence[Shard]):
                 image[position[name]] = position[str(there)]
             generators.append(tuple(image))
         return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates))
+
+
+def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str]) -> Shard:
+    """The shard on other ranks and devices: vertex i becomes ``vertices[i]``, a device what ``names`` has for it."""
+
+    def moved(edge: Edge) -> Edge:
+        route = tuple(names[device] for device in edge.route)
+        return Edge(vertices[edge.parent], vertices[edge.child], route, edge.channel)
+
+    stages = []
+    for stage in shard.stages:
+        edges = tuple(moved(edge) for edge in stage.edges)
+        there = Stage(stage.op, vertices[stage.root], edges, stage.entries)
+        stages.append(replace(there, edges=there.top_down()))
+    return Shard(shard.share, tuple(stages))
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:

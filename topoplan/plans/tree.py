@@ -6,7 +6,7 @@ hardware: the shares stay exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -20,6 +20,7 @@ from topoplan.plans.json_values import (
     read_texts,
     read_whole,
 )
+from topoplan.units import name_ranges
 
 OPERATIONS = ("reduce", "broadcast", "gather")
 """What a stage does; data runs towards the root in a reduce, and away from it in the others."""
@@ -244,3 +245,35 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
         inside = total.numerator * count // total.denominator - start
         bounds.append(start + inside // ALIGNMENT * ALIGNMENT)
     return bounds
+
+
+def bracketed(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:
+    """A tree in brackets, ``>`` or ``<`` the way that data takes; children without any of their own come first;
+    cut to a number of characters unless that is None.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> bracketed(plan.ranks, plan.shards[0].stages[1]), bracketed(plan.ranks, plan.shards[0].stages[0])
+    ('gpu4>(gpu7 gpu5>gpu1)', 'gpu4<(gpu7 gpu5<gpu1)')
+    >>> star = topoplan.one_hop(topoplan.load("dgx-2")).shards[0].stages[1]
+    >>> bracketed([f"gpu{i}" for i in range(16)], star)
+    'gpu0>gpu1-15'
+    """
+    arrow = "<" if stage.op == "reduce" else ">"
+    children: dict[int, list[int]] = {}
+    edges = stage.top_down()
+    for edge in edges:
+        children.setdefault(edge.parent, []).append(edge.child)
+    below: dict[int, str] = {}
+    for rank in dict.fromkeys(edge.parent for edge in reversed(edges)):
+        leaves = name_ranges(names[child] for child in children[rank] if child not in below)
+        parts = [*leaves, *(f"{names[child]}{below[child]}" for child in children[rank] if child in below)]
+        text = " ".join(parts)
+        below[rank] = f"{arrow}({text})" if len(parts) > 1 else f"{arrow}{text}"
+    text = f"{names[stage.root]}{below.get(stage.root, '')}"
+    if longest is None or len(text) <= longest:
+        return text
+    end = f" … ({len(edges)} edges)"
+    return text[: longest - len(end)].rsplit(" ", 1)[0] + end

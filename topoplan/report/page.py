@@ -25,7 +25,7 @@ from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
-from topoplan.plans.tree import Stage
+from topoplan.plans.tree import bracketed
 from topoplan.plans.tree_shapes import tree_shapes
 from topoplan.plans.verify import verify
 from topoplan.plot.canvas import STROKES
@@ -38,7 +38,7 @@ from topoplan.report.sizes import by_size, sizes_section
 from topoplan.report.style import SCRIPT, STYLE
 from topoplan.report.tree_steps import draw_steps
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 MOST_WIRES = 600
 """Wires that are listed one by one."""
@@ -158,10 +158,10 @@ def _answer(plan: Plan) -> Markup:
         if plan.gap == 0
         else element("span", f"{plan.gap:.2%} below what is proved to be possible", class_="bad")
     )
-    busbw = plan.rate * bus_factor(plan.collective, len(plan.ranks))
+    bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
     return element(
         "p",
-        f"{len(plan.ranks)} GPUs reach {plan.rate:.6g} GB/s of algorithm bandwidth (bus bandwidth {busbw:.6g}): ",
+        f"{len(plan.ranks)} GPUs reach {plan.rate:.6g} GB/s of algorithm bandwidth{bus}: ",
         proved,
         ".",
     )
@@ -224,7 +224,7 @@ def health_section(topology: Topology, collective: str) -> Section:
     rows = [
         (
             fault.kind,
-            ", ".join(fault.devices),
+            fault.where,
             fault.state,
             fault.should_be,
             f"{costs[place].alone:.6g}" if costs else "-",
@@ -294,7 +294,10 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> Section:
     """Rate, bound, proof, full links and trees."""
     if len(plan.ranks) == 1:
         return Section("plan", "The plan", element("p", "One GPU: nothing moves."))
-    factor, checked = bus_factor(plan.collective, len(plan.ranks)), verify(plan)
+    checked = verify(plan)
+    bus, bus_of_bound = (
+        bus_words(gbps, plan.collective, len(plan.ranks)) for gbps in (plan.rate, plan.bound)
+    )
     root = [] if plan.root is None else [("root", plan.ranks[plan.root])]
     full = [f"{src} > {dst}" for src, dst in checked.bottleneck]
     more = f" and {len(full) - 16} more" if len(full) > 16 else ""
@@ -303,8 +306,8 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> Section:
         ("GPUs", number_ranges(chosen)),
         *root,
         ("over", channel_words(plan.channels)),
-        ("rate", f"{plan.rate:.6g} GB/s of algorithm bandwidth, {plan.rate * factor:.6g} of bus bandwidth"),
-        ("bound", f"{plan.bound:.6g} GB/s, {plan.bound * factor:.6g} of bus bandwidth"),
+        ("rate", f"{plan.rate:.6g} GB/s of algorithm bandwidth{bus}"),
+        ("bound", f"{plan.bound:.6g} GB/s{bus_of_bound}"),
         ("why not more", explain_certificate(plan)),
         (
             "checked",
@@ -342,19 +345,12 @@ def _shapes_table(plan: Plan) -> Markup:
                 f"{float(one.shard.share) * plan.rate:.4g}",
                 number_ranges(one.roots),
                 str(max(tree.height for tree, _ in one.trees)),
-                _edges(plan, stage),
+                bracketed(plan.vertices, stage),
             )
         )
-    heads = ("trees", "share", "GB/s each", "root ranks", "height", "edges of the first")
+    heads = ("trees", "share", "GB/s each", "root ranks", "height", "the first of them")
     more = [element("p", f"and {len(shapes) - len(rows)} more")] if len(shapes) > len(rows) else []
     return joined((table(heads, rows, caption="Trees that differ in nothing but names are one row"), *more))
-
-
-def _edges(plan: Plan, stage: Stage) -> str:
-    names = plan.vertices
-    edges = [f"{names[edge.parent]}>{names[edge.child]}" for edge in stage.top_down()]
-    shown = " ".join(edges[:MOST_SHAPES])
-    return shown if len(edges) <= MOST_SHAPES else f"{shown} and {len(edges) - MOST_SHAPES} more"
 
 
 def trees_content(plan: Plan) -> Markup:

@@ -96,9 +96,9 @@ def one_shot_servers(
     Raises
     ------
     UsageError
-        Another collective, a root, a GPU out of range, or servers of one GPU each.
+        Another collective, a root, a GPU out of range, or all GPUs on one server.
     InfeasibleError
-        The GPUs of a server are not connected inside it, or the servers not in one hop.
+        Servers of one GPU each, GPUs of a server that are not connected inside it, or servers not in one hop.
 
     Examples
     --------

@@ -14,6 +14,7 @@ trees could gain.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,9 @@ MOST_NAMED = 8
 """Devices up to which an error names all."""
 
 Share = Fraction | int | float | str
+
+_SHARE = re.compile(r"\s*[0-9]{1,300}(?:/[0-9]{1,300}|\.[0-9]{1,300})?\s*")
+"""No exponents: ``1e9999999999`` is short to write and too long to compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +323,8 @@ def _share(value: object, where: str) -> Fraction:
     """A share above zero, at most 1, exact: decimals are what they say."""
     try:
         if isinstance(value, bool) or not isinstance(value, Fraction | int | float | str):
+            raise ValueError
+        if isinstance(value, str) and not _SHARE.fullmatch(value):
             raise ValueError
         share = Fraction(str(value))
     except (ValueError, ZeroDivisionError):

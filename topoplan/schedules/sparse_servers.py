@@ -65,9 +65,9 @@ def sparse_servers(
     Raises
     ------
     UsageError
-        All GPUs are on one server, a GPU is out of range, ``entries`` not above zero, or the exchange too large.
+        All GPUs are on one server, a GPU is out of range, or ``entries`` not above zero.
     InfeasibleError
-        The GPUs of a server are not connected inside it, or the servers not in one hop.
+        As `exchanging_servers`.
 
     Examples
     --------
@@ -106,21 +106,22 @@ def exchanging_servers(fabric: Fabric, entries: Fraction | None) -> list[Shard]:
     Raises
     ------
     UsageError
-        All GPUs are on one server, each is on its own, or the exchange is too large.
+        All GPUs are on one server.
     InfeasibleError
-        The GPUs of a server are not connected inside it, or the servers not in one hop.
+        Each GPU is on a server of its own, those of a server are not connected inside it, the servers are not in one
+        hop, or the exchange is too large.
     """
     servers = Servers(fabric)
     servers.check()
     count = len(servers.names)
     if count == fabric.size:
-        raise UsageError(
+        raise InfeasibleError(
             f"each of {count} servers has one GPU, so nothing is summed inside; "
             + ("use the schedule one-shot" if entries is None else "use the trees of sparse_trees")
         )
     parts, routes = _parts(fabric.topology, fabric.channels)
     if len(parts) * count**2 > MOST_EDGES:
-        raise UsageError(
+        raise InfeasibleError(
             f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
         )
     # ways of a network twice as wide may crowd on one NIC, which slows elements down and entries hardly

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
-from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, group_of
+from collectives.backends.backend import AVERAGED, LONGEST_TIMEOUT, Backend, Call, OneRank, group_of
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
@@ -38,7 +38,6 @@ from collectives.backends.nccl.joint_steps import JointSteps, in_words
 from collectives.backends.nccl.kernel_program import WHOLE
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.regions import UNIT, open_region
-from collectives.backends.open_backend import LONGEST_TIMEOUT
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.lowering.transfer_table import Given
 from collectives.peers.groups import meeting_within

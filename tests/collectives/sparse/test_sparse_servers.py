@@ -12,7 +12,8 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.loopback.backend import Loopback
 from collectives.peers.signature import Signature
-from collectives.training.averaging import ExchangeSettings, InStepAverager
+from collectives.training.averaging import InStepAverager
+from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.recorder import Recorder
 from topoplan.errors import BackendError
 from topoplan.topology import Topology

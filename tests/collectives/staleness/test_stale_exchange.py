@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives.arrays.numpy_arrays import NumpyArrays
+from collectives.staleness import mailbox
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
 from collectives.training.averaging import StaleAverager
@@ -62,6 +65,34 @@ def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float
     for thread in threads:
         thread.join(60)
     return results
+
+
+def test_who_connects_without_the_key_keeps_no_rank_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scanner of ports: one connection that talks of something else, and one that says nothing."""
+    monkeypatch.setattr(mailbox, "STRANGER_SECONDS", 0.2)
+    meeting, strangers = Meeting(2), list[socket.socket]()
+    met: list[int] = []
+
+    def gather(rank: int, text: str) -> list[str]:
+        if text.startswith("{"):
+            for words in (b"GET / HTTP/1.0\r\n\r\n", b""):
+                strangers.append(socket.create_connection(("127.0.0.1", json.loads(text)["port"])))
+                strangers[-1].sendall(words)
+        return meeting.gather(rank, text)
+
+    def run(rank: int) -> None:
+        box = Mailbox(lambda text: gather(rank, text), rank=rank, size=2, timeout=10)
+        met.append(rank)
+        box.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for one in strangers:
+        one.close()
+    assert sorted(met) == [0, 1]
 
 
 def stale(box: Mailbox, mode: SSP | ASP) -> StaleAverager:

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
-from collectives.training.averaging import ExchangeSettings, InStepAverager
+from collectives.training.averaging import InStepAverager
+from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.kept_memory import KeptMemory, Part, told
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder

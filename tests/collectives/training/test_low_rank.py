@@ -52,6 +52,35 @@ def test_what_is_sent_and_what_is_kept_add_up(elements: int) -> None:
     assert kept < 0.5 * lost
 
 
+@pytest.mark.parametrize("largest", [1.0, 4000.0])
+def test_large_gradients_of_float16_do_not_overflow(largest: float) -> None:
+    """As a loss scaler makes them: the thin matrices are no larger than the gradient's rows and columns."""
+    draw = np.random.default_rng(5)
+    whole = draw.standard_normal((64, 2)) @ draw.standard_normal((2, 64))
+    step = [(whole * largest / np.abs(whole).max()).astype(np.float16) for _ in range(4)]
+    got, _ = averages([step] * 5, low_rank=LowRank(2, begins=0))
+    for one in got:
+        assert np.linalg.norm(one[0][0].astype(np.float64) - step[0]) < 0.02 * np.linalg.norm(
+            step[0].astype(np.float64)
+        )
+
+
+@pytest.mark.parametrize("matrices", ["bucket", "layers"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_shows_on_all_ranks_and_is_not_kept(matrices: str, wrong: float) -> None:
+    """A step that is skipped leaves no trace: the next ones are those of a run without it."""
+    draw = np.random.default_rng(4)
+    steps = [[draw.standard_normal((30, 30)).astype(np.float32) for _ in range(4)] for _ in range(4)]
+    bad = [one.copy() for one in steps[0]]
+    bad[2][3, 7] = wrong
+    how = LowRank(2, begins=0, matrices=matrices)
+    got, _ = averages([*steps[:2], bad, *steps[2:]], low_rank=how)
+    assert all(np.isnan(one[0]).all() for one in got[2])
+    right, _ = averages(steps, low_rank=how)
+    for one, other in zip([*got[:2], *got[3:]], right, strict=True):
+        np.testing.assert_array_equal(one[0][0], other[0][0])
+
+
 def test_the_first_steps_and_small_gradients_are_whole() -> None:
     draw = np.random.default_rng(3)
     steps = [[draw.standard_normal(400).astype(np.float32) for _ in range(4)] for _ in range(3)]

@@ -57,6 +57,16 @@ def test_what_is_sent_and_what_is_kept_add_up(admission: int) -> None:
     assert max(one.density for one in records) < 1
 
 
+@pytest.mark.parametrize("admission", [1, 3])
+def test_what_is_no_number_is_sent_at_once_and_not_kept(admission: int) -> None:
+    """All ranks see it in its step, and never again."""
+    steps = drawn(4, 700)
+    steps[1][2][7] = np.nan
+    got, _ = averages(steps, significance=Significance(4.0, admission=admission))
+    found = [[np.flatnonzero(np.isnan(one)).tolist() for one in step] for step in got]
+    assert found == [[[]] * RANKS, [[7]] * RANKS, [[]] * RANKS, [[]] * RANKS]
+
+
 def test_without_feedback_small_entries_are_never_used() -> None:
     step = [np.full(64, 0.4, np.float32) for _ in range(RANKS)]
     kept, _ = averages([step] * 4, significance=1.0)

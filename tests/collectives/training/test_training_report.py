@@ -14,7 +14,8 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.staleness.modes import Straggler
-from collectives.training.averaging import ExchangeSettings, InStepAverager
+from collectives.training.averaging import InStepAverager
+from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.recorder import Recorder, StepRecord
 from collectives.training.report import report, watch
 from topoplan.errors import UsageError

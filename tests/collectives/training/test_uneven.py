@@ -52,6 +52,26 @@ def test_averages_are_over_the_ranks_that_have_data_or_over_all(divide_by: str, 
             synchronizer.step([None] * RANKS)
 
 
+def test_parameters_are_those_of_a_rank_that_was_there_to_the_end() -> None:
+    """Of several ranks in one process too, where those without data move no more."""
+    weights = [[np.zeros(shape) for shape in SHAPES] for _ in range(RANKS)]
+    alone = [np.zeros(shape) for shape in SHAPES]
+    synchronizer = GradientSynchronizer(weights, PLAN, backend="loopback")
+    with synchronizer, synchronizer.join(parameters=weights):
+        for step in range(max(BATCHES)):
+            given = [gradient(rank, step) for rank in range(RANKS)]
+            averages = synchronizer.step(given)
+            for rank in (rank for rank in range(RANKS) if given[rank] is not None):
+                for one, average in zip(weights[rank], averages[rank], strict=True):
+                    one -= average
+            for one, average in zip(alone, averages[1], strict=True):
+                one -= average
+    assert alone[0].any()
+    for mine in weights:
+        for one, right in zip(mine, alone, strict=True):
+            np.testing.assert_array_equal(one, right)
+
+
 def test_one_by_one_too() -> None:
     with made() as synchronizer, synchronizer.join(use=list):
         ones = [np.ones(shape) for shape in SHAPES]

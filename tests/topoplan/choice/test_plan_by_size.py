@@ -237,6 +237,14 @@ def test_missing_schedules_are_named() -> None:
     assert not any(";" in note for note in notes)
 
 
+def test_servers_of_one_gpu_have_no_one_shot_between_servers() -> None:
+    """What is summed inside servers first is left out of the choice where there is nothing to sum."""
+    _, notes = candidates(topoplan.load("bcube:2,2"))
+    assert any(
+        note.startswith("no one-shot between servers: each of 4 servers has one GPU") for note in notes
+    )
+
+
 @pytest.mark.parametrize("sizes", [[], [-1], [1024, -5]])
 def test_sizes_that_do_not_exist_are_refused(sizes: list[int]) -> None:
     """None, or below zero."""

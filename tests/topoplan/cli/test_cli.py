@@ -387,8 +387,8 @@ class TestContract:
         assert {"bench", "testbed", "calibrate"} <= set(names)
         assert all(name in run("--help").out for name in names)
         for name in names:
-            # What export and completion print is read by other programs already.
-            own = {"export": "--to", "completion": "SHELL"}
+            # What these print is read by other programs already.
+            own = {"export": "--to", "completion": "SHELL", "report": "F.html"}
             assert own.get(name, "--json") in run(name, "--help").out
 
     def test_a_package_adds_a_command_by_an_entry_point(

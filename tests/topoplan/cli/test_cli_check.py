@@ -60,8 +60,8 @@ def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.Captu
     assert lines == [
         "nvlink-x4, 4 GPUs: 1 fault",
         "resembles  nvlink-x4",
-        "allreduce  183.333 GB/s now, 200 healthy (bus bandwidth 275, 300)",
-        "allgather  333.333 GB/s now, 400 healthy (bus bandwidth 250, 300)",
+        "allreduce  now 183.333 GB/s, 275 of bus bandwidth; healthy 200 GB/s, 300 of bus bandwidth",
+        "allgather  now 333.333 GB/s, 250 of bus bandwidth; healthy 400 GB/s, 300 of bus bandwidth",
         "",
         "kind       devices    is                      should be             allreduce alone  allgather alone",
         "link slow  gpu0-gpu1  4 NVLinks of 12.5 GB/s  4 NVLinks of 25 GB/s          183.333          333.333",

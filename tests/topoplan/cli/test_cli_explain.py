@@ -50,7 +50,10 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
     status, out, err = run("explain", str(log), "--machine", "dgx-a100")
     assert (status, err) == (0, "")
     assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-a100" in out
-    assert "NCCL   nvlink ring 171.4 GB/s (busbw 300), nccl tree 171.4 GB/s (busbw 300)" in out
+    assert (
+        "NCCL   nvlink ring 171.4 GB/s, 300 of bus bandwidth\n       nccl tree 171.4 GB/s, 300 of bus bandwidth"
+        in out
+    )
     assert "more than any schedule can over these wires" in out
 
 
@@ -120,6 +123,7 @@ def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
         ),
         (("--machine", "v100x4"), "rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs"),
         (("--machine", "dgx-h100", "--collective", "gather"), "gather"),
+        (("--machine", "dgx-h100", "--collective", "broadcast"), "--collective is for runs that do not name"),
     ],
 )
 def test_what_does_not_fit_is_one_line(run: Run, log: Path, arguments: tuple[str, ...], told: str) -> None:

@@ -48,7 +48,7 @@ def test_the_table_says_before_after_and_what_is_proved(
 
 def test_an_order_inside_a_server_is_told_with_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, "dgx-1v")
-    assert "GPUs    0 3 2 1 5 6 7 4 on every host" in said
+    assert "GPUs    0,3,2,1,5-7,4 on every host" in said
     assert "optimal among all orders: every one was tried" in said
     said = run(capsys, "dgx-1v", "--gpus", "0,3,2,1,5,6,7,4")
     assert "order   as given: none that was tried is better" in said
@@ -98,8 +98,8 @@ def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) ->
     asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
     said = run(capsys, *asked, "--axes", "tp=10,dp=1")
     assert "levels  3 in a server x 2 across; below, the extent of every axis on each" in said
-    assert "dp      2 across: rings alone 48 (busbw 48)" in said
-    assert "tp      3 in a server: rings alone 337.5 (busbw 450)" in said
+    assert "dp      2 across: rings alone 48 GB/s;" in said
+    assert "tp      3 in a server: rings alone 337.5 GB/s, 450 of bus bandwidth" in said
     told = json.loads(run(capsys, *asked, "--axes", "tp=10,dp=1", "--json"))
     assert told["after"]["lies"] == {"tp": [3, 1], "dp": [1, 2]}
     assert told["order"][:4] == [0, 8, 1, 9]

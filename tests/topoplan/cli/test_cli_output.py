@@ -17,10 +17,9 @@ import pytest
 from tests.support.checkout import ROOT
 from topoplan.cli.main import COMMANDS, main
 from topoplan.cli.output import wrapped
-from topoplan.cli.tree_table import bracketed
 from topoplan.errors import UsageError
 from topoplan.formats.load import library
-from topoplan.plans.tree import Edge, Stage
+from topoplan.plans.tree import Edge, Stage, bracketed
 from topoplan.units import name_ranges, parse_bandwidth, parse_gpu_list
 
 

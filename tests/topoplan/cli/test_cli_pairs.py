@@ -41,7 +41,8 @@ def test_rounds_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(tests) for tests in made["rounds"]] == [2, 2, 2]
     assert made["fewest"] == 3
     assert run(capsys, *FOUR, "--format", "json")[1] == out
-    lines = run(capsys, *FOUR, "--format", "csv")[1].splitlines()
+    lines = run(capsys, *FOUR, "--csv")[1].splitlines()
+    assert run(capsys, *FOUR, "--format", "csv")[1].splitlines() == lines
     assert lines[:2] == ["round,src,dst,channel,stated", "1,s0.gpu0,s1.gpu0,network,12.5"]
     assert len(lines) == 7
 
@@ -142,6 +143,11 @@ def test_healthy_results_end_well(capsys: pytest.CaptureFixture[str], tmp_path: 
         ([*FOUR, "-o", "x"], "-o writes a script"),
         ([*FOUR, "--json", "--format", "ssh"], "leave one out"),
         ([*FOUR, "--format", "ssh", "--hosts", "R"], "is no host name"),
+        ([*FOUR, "--format", "ssh", "--hosts", "n[1-3]"], "3 names for 4 servers"),
+        ([*FOUR, "--hosts", "n[1-4]"], "--hosts is for scripts"),
+        ([*FOUR, "--format", "ssh", "--size", "0"], "a test of 0 bytes measures nothing"),
+        ([*FOUR, "--json", "--csv"], "two forms of one answer"),
+        ([*FOUR, "--results", "R", "--csv"], "do not go together"),
         (["dgx-1v", "--gpus", "2"], "a pair has two GPUs"),
         (["-", "--results", "-"], "stdin is read once"),
     ],

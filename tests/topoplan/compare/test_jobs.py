@@ -78,6 +78,7 @@ def test_no_way_to_divide_nvlink_machines_is_better(
     assert not any(job.shares_links for job in found.jobs if job.alone > 20)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(direct_machines(most=5, symmetric=True))
 def test_no_way_to_divide_random_machines_is_better(machine: Topology) -> None:

@@ -77,6 +77,7 @@ def test_every_set_is_as_fast_as_when_planned_on_its_own(
     check_against_all(topoplan.load(name), count, free)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(direct_machines(most=5))
 def test_random_machines_too(machine: Topology) -> None:

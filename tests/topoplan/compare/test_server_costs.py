@@ -91,7 +91,7 @@ def test_the_command_prints_a_row_for_each_kind_of_server(
     assert main(["compare", str(path), "--without-each-server"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:5] == [
-        "servers              GPUs   GB/s    bus  of all",
+        "servers              GPUs   GB/s  busbw  of all",
         "all                     4  3.125  4.688",
         "all but s3              3  9.375   12.5   3.00x",
         "all but one of s0-2     3  3.125  4.167   1.00x",
@@ -103,6 +103,12 @@ def test_the_command_prints_a_row_for_each_kind_of_server(
     assert [(row["servers"], row["gain"]) for row in made["without"]] == [
         (["s3"], 3.0),
         (["s0", "s1", "s2"], 1.0),
+    ]
+    assert main(["compare", str(path), "--without-each-server", "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "servers,gpus,rate,busbw,gap,gain",
+        ",4,3.125,4.6875,0.0,1.0",
+        "s3,3,9.375,12.5,0.0,3.0",
     ]
     assert main(["compare", str(path), "--without-each-server", "--all-allocations"]) == 2
     assert "does not go with --all-allocations" in capsys.readouterr().err

@@ -247,6 +247,34 @@ def test_json_that_is_no_log_is_refused_in_one_line(text: str) -> None:
         parse_perf_runs(text)
 
 
+@pytest.mark.parametrize("place", ["1048576 ", " 262144 ", " 0 "])
+def test_numbers_that_no_log_has_cost_their_row_and_nothing_else(place: str) -> None:
+    """400 digits in any column: a warning, and the other rows stay."""
+    text = PerfLog(sizes=[1 << 10, 1 << 20, 1 << 30]).text()
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("1048576 "))
+    (run,) = parse_perf_runs(text.replace(row, row.replace(place, f" {'9' * 400} ", 1)))
+    assert [one.size for one in run.rows] == [1 << 10, 1 << 30]
+    assert "25 digits or more" in run.warnings[0]
+
+
+def test_rows_of_a_bench_without_a_time_are_left_out() -> None:
+    """A time of nothing or of no number would divide by zero."""
+    row = {
+        "schedule": "trees",
+        "size": 4,
+        "type": "float",
+        "redop": "sum",
+        "algbw": 1,
+        "busbw": 1,
+        "wrong": 0,
+    }
+    value = {"collective": "allreduce", "ranks": ["gpu0", "gpu1"]}
+    rows = [{**row, "time": time} for time in (0.0, float("nan"), 20.0)]
+    (run,) = parse_perf_runs(json.dumps({**value, "rows": rows}))
+    assert [one.timing.seconds for one in run.rows] == [pytest.approx(20e-6)]
+    assert len(run.warnings) == 2
+
+
 def test_a_writer_of_other_widths_is_read_alike() -> None:
     """Only the order of the columns counts."""
     text = PerfLog().text()

@@ -128,7 +128,7 @@ def test_gpus_without_a_path_are_named() -> None:
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]
     links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
     islands = found(Topology("islands", devices, links))
-    assert islands == ["gpu3, gpu4: no path to gpu0, gpu1, gpu2 and back, should be one"]
+    assert islands == ["gpu3,4: no path to gpu0-2 and back, should be one"]
     one_way = Topology("dumb", devices[:2], (Link("gpu0", "gpu1", "pcie", 12.0),))
     assert found(one_way)[-1] == "gpu1: no path to gpu0 and back, should be one"
 
@@ -141,7 +141,7 @@ def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
     ]
     links = [Link(*ends, "pcie", 12.0) for name in numa for ends in ((name, "cpu0"), ("cpu0", name))]
     made = Topology("made", tuple(devices), tuple(links))
-    assert "nic1, nic2: on a NUMA node without a GPU, should be on one with GPUs" in found(made)
+    assert "nic1,2: on a NUMA node without a GPU, should be on one with GPUs" in found(made)
     unknown = tuple(replace(d, numa=None) if d.name in ("gpu1", "cpu0") else d for d in devices)
     assert not any("NUMA" in text for text in found(replace(made, devices=unknown)))
 
@@ -158,7 +158,23 @@ def test_servers_that_are_alike_are_named_once() -> None:
     """A fault of every server is that of the first; another server's own is its own."""
     weak = without_links(V100S(), ["gpu0-gpu3"])
     both = topoplan.cluster([topoplan.Server(weak, count=2), topoplan.Server(V100S())], nic_gbps=100)
-    assert found(both) == ["s0.gpu0-s0.gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"]
+    assert found(both) == ["s0.gpu0-s0.gpu3 (as in s1): no NVLink, should be 2 NVLinks of 25 GB/s"]
+
+
+def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
+    """Two DGX-1V without gpu0-gpu3 on a fast network could do what two whole ones do."""
+    pair, whole = (
+        topoplan.cluster(
+            [topoplan.Server(machine, count=2)],
+            nic_gbps=4000,
+            nics=8,
+            network="rail-optimised",
+            nic_access="direct",
+        )
+        for machine in (without_links(V100S(), ["gpu0-gpu3"]), V100S())
+    )
+    (cost,) = costs_of(diagnose(pair))
+    assert cost.now == cost.alone < cost.healthy == pytest.approx(topoplan.plan(whole).rate)
 
 
 @given(st.sets(st.integers(0, 15), max_size=3))
@@ -214,7 +230,7 @@ def test_boards_whose_nvlinks_are_all_dark_are_named() -> None:
         devices = tuple(replace(d, model=model) if d.kind == "gpu" else d for d in machine.devices)
         return found(replace(machine, devices=devices))
 
-    says = "gpu0, gpu1: no NVLink, should be some, as on every such board (is the fabric manager running?)"
+    says = "gpu0,1: no NVLink, should be some, as on every such board (is the fabric manager running?)"
     assert dark("NVIDIA A100-SXM4-80GB", 2) == dark("NVIDIA H100 80GB HBM3", 2) == [says]
     assert (
         dark("NVIDIA A100-SXM4-80GB", 1)

@@ -111,3 +111,10 @@ def test_what_does_not_fit_is_refused() -> None:
         best_mesh(box, {"dp": 2, "tp": 4}, axes={"pp": 1})
     with pytest.raises(UsageError, match="collective 'x' is unknown"):
         best_mesh(box, {"dp": 2, "tp": 4}, "x")
+
+
+def test_of_placements_whose_trees_are_equally_fast_the_one_with_faster_rings_is_best() -> None:
+    """Trees of all GPUs of a DGX-1V do the same in any order, its rings do not."""
+    found = best_mesh(topoplan.load("dgx-1v"), {"dp": 8})
+    assert found.given.packed == found.best.packed
+    assert (float(found.given.together), float(found.best.together)) == (100 / 7, 200 / 7)

@@ -105,7 +105,7 @@ def test_small_buffers_stay_on_nvlink() -> None:
 def test_the_command_says_over_what_a_plan_is_optimal(run: Run) -> None:
     said = run("plan", "dgx-1v", "--gpus", "4,5,6,7")[1]
     assert "(optimal over nvlink, proved)" in said
-    assert "wider  83 GB/s at most with pcie too" in said
+    assert "wider  83 GB/s, 124.5 of bus bandwidth, at most, with pcie too" in said
     said = run("plan", "dgx-1v", "--gpus", "4,5,6,7", "--channels", "all")[1]
     assert "(optimal over nvlink and pcie together, proved)" in said
     assert "nvlink alone reaches 75 GB/s; by the model all wires are faster from about" in said

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 import topoplan
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard
 from topoplan.schedules.one_shot import one_shot, one_shot_along, one_shot_servers
@@ -90,5 +90,5 @@ def test_what_it_is_not_for_is_one_clear_line() -> None:
         one_shot(topoplan.load("dgx-2"), "broadcast")
     with pytest.raises(UsageError, match="all 8 are on s0"):
         one_shot_servers(topoplan.load("dgx-a100"))
-    with pytest.raises(UsageError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):
+    with pytest.raises(InfeasibleError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):
         one_shot_servers(servers(2, [0]))

@@ -198,6 +198,7 @@ WRONG: list[tuple[object, str]] = [
     ([{"share": 1}], "tree 0: it has no tree"),
     ([{"ring": [0], "chain": [0]}], "tree 0: it has chain and ring"),
     ([{"chain": [0, 1, 2, 3], "share": "a half"}], "tree 0: the share 'a half' is no number"),
+    ([{"chain": [0, 1, 2, 3], "share": "1e9999999999"}], "tree 0: the share '1e9999999999' is no number"),
     ([{"chain": [0, 1, 2, 3], "share": 0}], "tree 0: the share 0 is not above 0"),
     ([{"chain": [0, 1, 2, 3], "share": 1.5}], "tree 0: the share 1.5 is not above 0 and at most 1"),
     ([{"chain": [0, 1, 2, 3], "share": "1/2"}], "the shares add up to 1/2, not to 1"),

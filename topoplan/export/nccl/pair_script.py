@@ -22,30 +22,27 @@ STARTERS = ("mpirun", "ssh")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})")
 
 
-def parse_hosts(text: str, servers: Sequence[str]) -> dict[str, str]:
-    """Host names of servers: the first word of each line, as in a hostfile; lines that begin with # are skipped.
+def hosts_of_servers(names: Sequence[str], servers: Sequence[str]) -> dict[str, str]:
+    """The host of each server, in their order.
 
     Raises
     ------
     UsageError
-        More or fewer hosts than servers, one of them twice, or a word that is no host name.
+        More or fewer hosts than servers, one of them twice, or what is no host name.
 
     Examples
     --------
-    >>> parse_hosts("node01 slots=8\\nnode02 slots=8\\n", ("s0", "s1"))
+    >>> hosts_of_servers(("node01", "node02"), ("s0", "s1"))
     {'s0': 'node01', 's1': 'node02'}
     """
-    names = [
-        line.split()[0] for line in text.splitlines() if line.split() and not line.lstrip().startswith("#")
-    ]
     for name in names:
         if not _HOST.fullmatch(name):
             raise UsageError(f"hosts: {name[:60]!r} is no host name")
         if names.count(name) > 1:
-            raise UsageError(f"hosts: {name} is named twice; each server is one line")
+            raise UsageError(f"hosts: {name} is named twice; each server is one host")
     if len(names) != len(servers):
         raise UsageError(
-            f"hosts: {len(names)} names for {len(servers)} servers; give a line for each, in their order"
+            f"hosts: {len(names)} names for {len(servers)} servers; give one for each, in their order"
         )
     return dict(zip(servers, names, strict=True))
 

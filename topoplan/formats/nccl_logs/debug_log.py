@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from topoplan.formats.nccl_logs.perf_runs import LoggedRank
+from topoplan.formats.nccl_logs.perf_runs import ENDLESS, LoggedRank
 from topoplan.hosts.host import plain_bus_id
 
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
@@ -202,7 +202,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
         if stated and not version:
             version = stated[1]
         match = _LINE.search(raw)
-        if match is None:
+        if match is None or ENDLESS.search(raw):
             continue
         heard = True
         host, process, device, level, words = match.groups()

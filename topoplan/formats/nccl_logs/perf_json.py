@@ -17,12 +17,10 @@ from topoplan.formats.nccl_logs.perf_runs import (
     LoggedRow,
     OpenRun,
     PerfRun,
-    Timing,
     parse_perf_text,
     short_bus_id,
     timing_of,
 )
-from topoplan.units import format_size
 
 
 def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
@@ -59,33 +57,28 @@ def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
 
 
 def _bench_runs(value: Mapping[str, Any]) -> tuple[PerfRun, ...]:
-    listed, rows = value["ranks"], value["rows"]
-    ranks = tuple(LoggedRank(rank, name=str(name)) for rank, name in enumerate(listed))
-    runs: dict[str, list[LoggedRow]] = {}
-    for place, row in enumerate(rows, 1):
-        timing = Timing(
-            float(row["time"]) * 1e-6, float(row["algbw"]), float(row["busbw"]), int(row["wrong"])
-        )
-        made = LoggedRow(place, int(row["size"]), str(row["type"]), str(row["redop"]), None, timing, None)
-        runs.setdefault(str(row["schedule"]), []).append(made)
+    ranks = [LoggedRank(rank, name=str(name)) for rank, name in enumerate(value["ranks"])]
     collective = str(value["collective"])
-    return tuple(
-        PerfRun(
-            1,
-            "bench",
-            collective if collective in PROGRAMS.values() else "",
-            schedule,
-            len(ranks),
-            ranks,
-            tuple(made),
-            tuple(
-                f"row {row.line}: {format_size(row.size)}: {row.timing.wrong} wrong elements, so its time tells nothing"
-                for row in made
-                if row.timing.wrong
-            ),
-        )
-        for schedule, made in runs.items()
-    )
+    runs: dict[str, OpenRun] = {}
+    for place, row in enumerate(value["rows"], 1):
+        schedule, size = str(row["schedule"]), _size(row)
+        run = runs.setdefault(schedule, OpenRun(1, program="bench", schedule=schedule, ranks=list(ranks)))
+        known = {name: str(row[name]) for name in ("time", "algbw", "busbw", "wrong")}
+        timing = timing_of(run, place, str(size), known)
+        if timing is not None:
+            run.rows.append(LoggedRow(place, size, str(row["type"]), str(row["redop"]), None, timing, None))
+    for run in runs.values():
+        run.stated = len(ranks)
+        run.collective = collective if collective in PROGRAMS.values() else ""
+    return tuple(run.closed() for run in runs.values())
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    """Bytes of a row."""
+    size = int(row["size"])
+    if not 0 <= size < 1 << 63:
+        raise ValueError(f"size {str(row['size'])[:30]} is no number of bytes")
+    return size
 
 
 def _perf_run(value: Mapping[str, Any]) -> PerfRun:
@@ -106,7 +99,7 @@ def _perf_run(value: Mapping[str, Any]) -> PerfRun:
     program = PROGRAM.search(told)
     run = OpenRun(1, program=program[1] if program else "", ranks=list(ranks), summaries=1)
     for place, row in enumerate(results, 1):
-        size = int(row["size"])
+        size = _size(row)
         placed = []
         for key in ("out_of_place", "in_place"):
             block = row.get(key)

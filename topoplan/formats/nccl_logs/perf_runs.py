@@ -42,6 +42,9 @@ _SUMMARY = re.compile(r"^#\s*(Out of bounds values|Avg bus bandwidth)\s*:\s*(\S+
 _FAILED = re.compile(
     r"Test (?:NCCL |CUDA )?failure|Test timeout|: Test (?:NCCL|CUDA) |Invalid number of GPUs"
 )
+ENDLESS = re.compile(r"[0-9]{25}")
+"""More digits than any number of a log has."""
+
 _NUMBER = re.compile(r"^[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?$")
 _BLOCK = ("time", "algbw", "busbw", "#wrong")
 _STANDARD = ("size", "count", "type", "redop", "root", *_BLOCK, *_BLOCK)
@@ -226,6 +229,10 @@ def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
         line = _LABEL.sub("", raw.rstrip())
         if "NCCL INFO" in line or "NCCL WARN" in line or not line.strip():
             continue
+        if ENDLESS.search(line):
+            if runs:
+                runs[-1].warnings.append(f"line {number}: it has a number of 25 digits or more; left out")
+            continue
         if not line.startswith("#"):
             named = _plain_line(runs, number, line) or named
         elif _begins(runs, line):
@@ -372,7 +379,7 @@ def timing_of(run: OpenRun, number: int, size: str, known: Mapping[str, str]) ->
         )
         return None
     stated = next((known[name] for name in ("#wrong", "wrong") if name in known), "N/A")
-    wrong = int(float(stated)) if _NUMBER.match(stated) else None
+    wrong = int(float(stated)) if _NUMBER.match(stated) and math.isfinite(float(stated)) else None
     if wrong:
         run.warnings.append(
             f"line {number}: {_size_words(size)}: {wrong} wrong elements, so its time tells nothing"

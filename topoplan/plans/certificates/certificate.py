@@ -10,7 +10,7 @@ A certificate is never trusted: its figures are recomputed, in exact arithmetic,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Protocol, Self, TypeVar
@@ -79,6 +79,10 @@ class OneFabric(Certificate):
     @abstractmethod
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
         """The length that the certificate gives every link of the fabric."""
+
+    @abstractmethod
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The certificate of a machine whose devices have other names: each the one that ``names`` has for it."""
 
 
 Kind = TypeVar("Kind", bound=type[Certificate])

@@ -15,7 +15,7 @@ its parts, 150 GB/s, and 2 (3 - 1) = 4 crossings for every byte: an allreduce ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -51,6 +51,9 @@ class Trivial(OneFabric):
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
         return [Fraction(0)] * len(fabric.links)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return self
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         return "one rank moves nothing"
@@ -100,6 +103,9 @@ class Cut(OneFabric):
         if collective == "allreduce":
             outwards = capacity_of(leaves, fabric) <= capacity_of(enters, fabric)
         return outwards, leaves if outwards else enters
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return type(self)(tuple(names[name] for name in self.side))
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         part = "every byte"
@@ -163,6 +169,9 @@ class Partition(OneFabric):
                 part_of[node] = number
         return [part_of.get(node, len(self.parts) + node) for node in range(len(fabric.nodes))]
 
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return type(self)(tuple(tuple(names[name] for name in part) for part in self.parts))
+
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         part_of = self._part_of(fabric)
         parts: dict[int, list[str]] = {}
@@ -214,7 +223,7 @@ class Lengths(OneFabric):
     def volume(self, fabric: Fabric) -> Fraction:
         """What the links carry a second, each by its length."""
         length = self.link_lengths(fabric, "")
-        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True)), Fraction(0))
+        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True) if y), Fraction(0))
 
     def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
         """Length of the cheapest forest of one byte; links that the fabric lacks do not count."""
@@ -233,6 +242,9 @@ class Lengths(OneFabric):
         """The listed lengths, and 0 for the other links."""
         listed = {(src, dst): value for src, dst, value in self.lengths}
         return [listed.get((link.src, link.dst), Fraction(0)) for link in fabric.links]
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return type(self)(tuple((names[src], names[dst], length) for src, dst, length in self.lengths))
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         """With equal lengths a count of crossings; otherwise the lengths are weights, the greatest one being 1."""

@@ -1,0 +1,123 @@
+"""How gradients are exchanged: dense, narrow, sparse or through a filter, and in which mode; what goes with what.
+
+Ranks compare the settings by their text before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from collectives.staleness.modes import BSP, Mode
+from collectives.training.integer_codes import IntegerCodes
+from collectives.training.low_rank import LowRank
+from collectives.training.significance import Significance
+from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+Density = float | Callable[[int], float]
+"""Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+
+FILTERS = ("low_rank", "codes", "significance")
+"""What of dense gradients may travel in their place."""
+
+NARROW = ("float16", "bfloat16")
+"""Types in which dense gradients may travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """How gradients are exchanged: the same on all ranks.
+
+    Parameters
+    ----------
+    density : float, or callable from step to float, or None
+        Share of the elements that is exchanged, the others staying in the residual; None for dense allreduce.
+    exchange : str
+        Of sparse gradients, as `Communicator.sparse_all_reduce` takes it.
+    momentum : float
+        Of the momentum correction of sparse gradients.
+    wire : WireFormat or None
+        How sparse entries travel.
+    mode : BSP, SSP, ASP, LocalSGD or Gossip
+        How far ranks may be apart.
+    compress : str or None
+        One of `NARROW`, in which dense gradients travel; None for their own type.
+    low_rank : LowRank or None
+        Of dense gradients, the thin matrices that travel in their place; None for none.
+    codes : IntegerCodes or None
+        Of dense gradients, the whole numbers that travel and are added in their place; None for none.
+    significance : Significance or None
+        Of dense gradients, which entries alone travel; None for all.
+
+    Raises
+    ------
+    UsageError
+        One is out of range, or they do not go together.
+    """
+
+    density: Density | None = None
+    exchange: str = "auto"
+    momentum: float = 0.0
+    wire: WireFormat | None = None
+    mode: Mode = field(default_factory=BSP)
+    compress: str | None = None
+    low_rank: LowRank | None = None
+    codes: IntegerCodes | None = None
+    significance: Significance | None = None
+
+    def __post_init__(self) -> None:
+        plain = self.density is None and self.compress is None and isinstance(self.mode, BSP)
+        filters = [name for name in FILTERS if getattr(self, name) is not None]
+        if filters and not plain:
+            raise UsageError(
+                f"{filters[0]} is for whole gradients in step; leave out density, compress and mode"
+            )
+        if len(filters) > 1:
+            raise UsageError(
+                "gradients travel as thin matrices, as codes or as significant entries; give "
+                f"{' or '.join(filters)}"
+            )
+        if self.compress is not None and self.compress not in NARROW:
+            raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
+        dense = ExchangeSettings.__dataclass_fields__
+        if self.density is None:
+            for name in ("exchange", "momentum", "wire"):
+                if getattr(self, name) != dense[name].default:
+                    raise UsageError(
+                        f"{name} {getattr(self, name)!r} is for sparse gradients; give a density too"
+                    )
+            return
+        if not callable(self.density) and not (isinstance(self.density, Real) and 0 < self.density <= 1):
+            raise UsageError(
+                f"a density of {self.density!r} is not above 0 and at most 1; give for example 0.01"
+            )
+        if self.compress is not None:
+            raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
+        if not isinstance(self.mode, BSP):
+            raise UsageError(f"{self.mode} exchanges whole gradients or parameters; leave the density out")
+        from collectives.wire.filters import WireFormat
+
+        if not isinstance(self.wire, WireFormat | None):
+            raise UsageError(
+                f"wire {self.wire!r} is no format; give for example collectives.wire.WireFormat(values='float16')"
+            )
+
+    def __str__(self) -> str:
+        """What ranks compare; of a function of the step what it is at the first."""
+        given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
+        return (
+            f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
+            f"compress {self.compress}"
+            + "".join(f", {one}" for one in map(self.__getattribute__, FILTERS) if one is not None)
+        )
+
+    def density_at(self, step: int) -> float:
+        """The density of a step; 1 where gradients are dense."""
+        if self.density is None:
+            return 1.0
+        return self.density(step) if callable(self.density) else self.density

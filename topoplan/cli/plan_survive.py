@@ -1,0 +1,257 @@
+"""``topoplan plan --survive 1``: a plan for the machine and one for every single failure, in one file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from topoplan.cli import arguments
+from topoplan.cli.output import (
+    counted,
+    print_csv,
+    print_json,
+    print_notes,
+    table,
+    verdict,
+    write_whole,
+)
+from topoplan.cli.plan_mesh import OF_ONE_PLAN
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_machine
+from topoplan.cli.tree_table import named_ranks
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
+from topoplan.plans.json_values import finite
+from topoplan.plans.plan import Plan
+from topoplan.plans.survival import Failure, Outcome, SurvivalPlans
+from topoplan.units import bus_factor, bus_words, format_seconds, format_size
+
+OF_OTHERS = {
+    **{name: value for name, value in OF_ONE_PLAN.items() if name not in ("root", "order")},
+    "mesh": None,
+}
+"""Options that do not go with plans for failures, and what they are when nobody has given them."""
+
+WORDS = {"gpu": "GPU", "link": "link", "device": "switch or NIC"}
+SEVERAL = {"gpu": "GPUs", "link": "links", "device": "switches and NICs"}
+
+MOST_LETTERS = 50
+"""Of the names of a class's links, in the table; one is named in any case."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add ``--survive``."""
+    parser.add_argument(
+        "--survive",
+        type=int,
+        metavar="K",
+        help="plan for every single failure (K is 1) of a GPU, link, switch or NIC too; -o writes all in one file",
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what does not go with plans for failures."""
+    if options.survive is None:
+        return
+    if options.survive != 1:
+        raise UsageError(
+            f"--survive {options.survive}: plans are made for single failures; give 1, and plan what is left again "
+            "after each"
+        )
+    given = arguments.first_given(options, OF_OTHERS)
+    if given:
+        raise UsageError(f"{given} does not go with --survive; leave one of them out")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan for all failures with the options of ``plan``, which has checked where the output goes."""
+    from topoplan.packing.survival import plan_survival
+
+    machine = read_machine(options)
+    gpus = machine.allocation(options.gpus)
+    with progress_line("planning") as progress:
+        book = plan_survival(
+            machine.whole,
+            options.collective,
+            gpus=gpus,
+            root=options.root,
+            channels=options.channels,
+            order=options.order or "height",
+            progress=progress,
+        )
+    text = book.to_json()
+    if options.output == "-":
+        print(text, end="")
+        return 0
+    if options.output:
+        write_whole(options.output, text)
+    if options.csv:
+        print_csv(_rows(book))
+        return 0
+    if options.json:
+        print_json(_told(book, len(text.encode())))
+        return 0
+    print_notes(*machine.warnings(gpus))
+    print_book(book)
+    seconds = "" if book.seconds is None else f", planned in {format_seconds(book.seconds)}"
+    print(f"file   {format_size(len(text.encode()))}{seconds}")
+    print_notes(*book.topology.notes)
+    if options.output:
+        print(f"written: {options.output}")
+    return 0
+
+
+def _plans(book: SurvivalPlans) -> dict[int, Plan]:
+    """The plan of each failure's class, whose rate and bound are those of the failure's own."""
+    found = {}
+    for number, outcome in enumerate(book.outcomes):
+        plan = outcome.plan if outcome.like is None else book.outcomes[outcome.like].plan
+        if plan is not None:
+            found[number] = plan
+    return found
+
+
+def _bus(plan: Plan) -> float | None:
+    return (
+        finite(plan.rate * bus_factor(plan.collective, len(plan.ranks))) if math.isfinite(plan.rate) else None
+    )
+
+
+def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
+    """A row for each failure."""
+    plans, place = _plans(book), {id(plan): number for number, plan in enumerate(book.own)}
+    rows: list[dict[str, object]] = []
+    for number, outcome in enumerate(book.outcomes):
+        row: dict[str, object] = {"kind": outcome.failure.kind, "failure": outcome.failure.name}
+        if number in plans:
+            plan = plans[number]
+            row |= {
+                "class": place[id(plan)],
+                "rate": finite(plan.rate),
+                "bound": finite(plan.bound),
+                "busbw": _bus(plan),
+                "over": "+".join(plan.channels),
+                "none": None,
+            }
+        else:
+            row |= dict.fromkeys(("class", "rate", "bound", "busbw", "over")) | {"none": outcome.reason}
+        rows.append(row)
+    return rows
+
+
+def _worst(book: SurvivalPlans) -> tuple[Failure, Plan] | None:
+    """The failure that leaves the lowest rate, of those that leave a plan."""
+    plans = _plans(book)
+    if not plans:
+        return None
+    number = min(plans, key=lambda one: (plans[one].rate, one))
+    return book.outcomes[number].failure, plans[number]
+
+
+def _told(book: SurvivalPlans, size: int) -> dict[str, object]:
+    """What ``--json`` prints."""
+    whole, worst = book.whole, _worst(book)
+    told = None
+    if worst is not None:
+        failure, plan = worst
+        told = {"kind": failure.kind, "failure": failure.name, "rate": finite(plan.rate), "busbw": _bus(plan)}
+    return {
+        "collective": whole.collective,
+        "machine": whole.topology.name,
+        "ranks": list(whole.ranks),
+        "root": whole.root,
+        "over": list(whole.channels),
+        "rate": finite(whole.rate),
+        "bound": finite(whole.bound),
+        "busbw": _bus(whole),
+        "number": len(book.outcomes),
+        "classes": len(book.own),
+        "plans_before": len(_plans(book)),
+        "plans_after": len(book.own),
+        "without_plan": len(book.outcomes) - len(_plans(book)),
+        "worst": told,
+        "bytes": size,
+        "seconds": book.seconds,
+        "digest": book.digest,
+        "failures": _rows(book),
+    }
+
+
+def print_book(book: SurvivalPlans) -> None:
+    """The rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
+    whole, plans = book.whole, _plans(book)
+    print(
+        f"{whole.collective} on {whole.topology.name}, {counted(len(whole.ranks), 'GPU')} "
+        f"({named_ranks(whole.ranks)}), over {channel_words(whole.channels)}"
+    )
+    print(f"rate   {_rate_words(whole)} ({verdict(whole.channels, whole.gap)})")
+    kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
+    each = ", ".join(
+        f"{number} {(WORDS if number == 1 else SEVERAL)[kind]}" for kind, number in kinds.items()
+    )
+    print(f"lost   one of {each}: {counted(len(book.outcomes), 'failure')}")
+    print(f"plans  {len(plans)} before symmetry, {len(book.own)} after: so many classes of failures")
+    worst = _worst(book)
+    if worst is not None:
+        failure, plan = worst
+        print(f"worst  {_rate_words(plan)}, without {failure} (over {channel_words(plan.channels)})")
+    other = [plan for plan in plans.values() if plan.channels != whole.channels and len(plan.ranks) > 1]
+    for channels in dict.fromkeys(plan.channels for plan in other):
+        number = sum(plan.channels == channels for plan in other)
+        lost = "failure leaves" if number == 1 else "failures leave"
+        print(
+            f"other  {number} {lost} no plan over {channel_words(whole.channels)}: over {channel_words(channels)}"
+        )
+    none = [one for one in book.outcomes if one.plan is None and one.like is None]
+    if none:
+        lost = "1 failure leaves" if len(none) == 1 else f"{len(none)} failures leave"
+        print(f"none   {lost} no plan at all, such as that of {none[0].failure}; --json says why")
+    print()
+    print(table(("lost", "of them", "GB/s", "bus", "bound", "over"), [*_classes(book, plans), *_nones(none)]))
+    print()
+
+
+def _rate_words(plan: Plan) -> str:
+    if not math.isfinite(plan.rate):
+        return "one GPU left, where nothing moves"
+    bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
+    return f"{plan.rate:.6g} GB/s of algorithm bandwidth{bus}"
+
+
+def _classes(book: SurvivalPlans, plans: dict[int, Plan]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for plan in book.own:
+        members = [book.outcomes[number].failure for number, one in plans.items() if one is plan]
+        bus = _bus(plan)
+        rates = ("-", "-", "-") if bus is None else (f"{plan.rate:.6g}", f"{bus:.6g}", f"{plan.bound:.6g}")
+        rows.append((_named(members), str(len(members)), *rates, channel_words(plan.channels)))
+    return rows
+
+
+def _nones(none: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    members = [one.failure for one in none]
+    return [(_named(members), str(len(members)), "-", "-", "-", "no plan")] if members else []
+
+
+def _named(failures: Sequence[Failure]) -> str:
+    """The failures of a class: GPUs and devices as ranges, the first links.
+
+    Examples
+    --------
+    >>> _named([Failure("gpu", "gpu0"), Failure("gpu", "gpu1"), Failure("link", "gpu0-nic0")])
+    'gpu0,1, link gpu0-nic0'
+    """
+    parts = []
+    for kind in ("gpu", "link", "device"):
+        names = [failure.name for failure in failures if failure.kind == kind]
+        if kind == "link" and names:
+            shown = 1
+            while shown < len(names) and len(" ".join(names[: shown + 1])) <= MOST_LETTERS:
+                shown += 1
+            more = f" and {len(names) - shown} more" if len(names) > shown else ""
+            parts.append(f"link{'s' if len(names) > 1 else ''} {' '.join(names[:shown])}{more}")
+        elif names:
+            parts.append(named_ranks(names))
+    return ", ".join(parts)
