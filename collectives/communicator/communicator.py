@@ -674,7 +674,7 @@ class Communicator:
         more, and the last of `notes` says what the new plan is, and whether it needs other channels. They agree on who
         is left, whoever dies meanwhile: that is whom any of them wants to leave out, whose process has ended, or who
         says nothing for the timeout (for a second, if a failure of it was reported). The lowest of them plans, and all
-        verify. Sums have the bits of a new communicator of these ranks. Residuals of sparse collectives stay.
+        verify. Sums have the bits of a new communicator with the new `plan`. Residuals of sparse collectives stay.
 
         Collectives that are under way in the background end before. Communicators made by `split` stay what they are.
 

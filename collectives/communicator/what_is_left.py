@@ -15,7 +15,8 @@ from topoplan.choice.by_size import plan_by_size
 from topoplan.degraded import slow_links, without_gpus, without_links
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan
-from topoplan.plans.plan import Plans
+from topoplan.packing.survival import replan
+from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.size_plans import SizePlans
 from topoplan.topology import Topology
 
@@ -108,10 +109,18 @@ def plan_of_rest(given: Plans, change: Change) -> Plans:
     ('pcie',)
     """
     machine, collective = left_of(given, change), given.collective
-    root = None
-    if given.root is not None:
-        kept = [rank for rank in range(len(given.ranks)) if rank not in change.without]
-        root = kept.index(given.root) if given.root in kept else 0
+    kept = [rank for rank in range(len(given.ranks)) if rank not in change.without]
+    root = None if given.root is None else kept.index(given.root) if given.root in kept else 0
+    if isinstance(given, Plan) and given.method == "exact":
+        # the first optimum that is found, since a job is waiting
+        old_root = None if root is None else kept[root]
+        return replan(
+            given,
+            without_gpus=change.without,
+            without_links=change.without_links,
+            slow_links=dict(change.slow_links),
+            root=old_root,
+        ).plan
     try:
         return plan_alike(given, collective, root=root, machine=machine)
     except (InfeasibleError, UsageError):

@@ -35,13 +35,13 @@ from tests.faults.tcp import open_sockets
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
-STEPS, DEATH = 16, 6
+STEPS, DEATH = 10, 4
 """Collectives that each rank does, and the one at which victims die."""
 
 STEP_SECONDS, START_SECONDS, LIMIT_SECONDS = 10.0, 60.0, 40.0
 """Timeout of the ranks; time to start and meet; what has not reported by then hangs."""
 
-MANY, FEW = 1 << 19, 5
+MANY, FEW = 1 << 17, 5
 """Elements: over the links of the plan, or told in a meeting."""
 
 

@@ -13,7 +13,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from tests.faults.recovery import DEATH, FEW, Round, faults_of, one_round, plan_for
+from tests.faults.recovery import DEATH, FEW, MANY, Round, faults_of, one_round, plan_for
 from tests.support.tcp_jobs import backends_in_threads, in_processes
 from topoplan.errors import BackendError, UsageError
 
@@ -33,18 +33,18 @@ def shared_memory() -> set[str]:
     ("size", "within", "recovering", "alone", "elements"),
     [
         (4, {0: BEFORE}, {}, True, FEW),
-        (4, {0: BEFORE}, {}, False, 1 << 19),
-        (4, {1: BEFORE}, {}, True, 1 << 19),
-        (5, {2: 0.001}, {}, True, 1 << 19),
-        (4, {3: 0.003}, {}, False, 1 << 19),
-        (4, {0: 0.001}, {}, True, 1 << 19),
-        (6, {0: 0.001, 4: 0.001}, {}, True, 1 << 19),
+        (4, {0: BEFORE}, {}, False, MANY),
+        (4, {1: BEFORE}, {}, True, MANY),
+        (5, {2: 0.001}, {}, True, MANY),
+        (4, {3: 0.003}, {}, False, MANY),
+        (4, {0: 0.001}, {}, True, MANY),
+        (6, {0: 0.001, 4: 0.001}, {}, True, MANY),
         (5, {1: BEFORE, 3: BEFORE}, {}, False, FEW),
-        (5, {2: BEFORE}, {0: 0}, True, 1 << 19),
-        (5, {0: BEFORE}, {1: 1}, True, 1 << 19),
-        (5, {0: 0.001}, {3: 2}, False, 1 << 19),
-        (4, {0: BEFORE, 1: BEFORE, 2: BEFORE}, {}, True, 1 << 19),
-        (8, {5: 0.001}, {}, True, 1 << 19),
+        (5, {2: BEFORE}, {0: 0}, True, MANY),
+        (5, {0: BEFORE}, {1: 1}, True, MANY),
+        (5, {0: 0.001}, {3: 2}, False, MANY),
+        (4, {0: BEFORE, 1: BEFORE, 2: BEFORE}, {}, True, MANY),
+        (8, {5: 0.001}, {}, True, MANY),
     ],
     ids=str,
 )
