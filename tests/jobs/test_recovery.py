@@ -25,24 +25,23 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tcp", "shared"])
 @pytest.mark.parametrize(
     ("size", "within", "recovering", "alone", "elements"),
     [
-        (4, {0: BEFORE}, {}, True, FEW),
-        (4, {0: BEFORE}, {}, False, MANY),
-        (4, {1: BEFORE}, {}, True, MANY),
-        (5, {2: 0.001}, {}, True, MANY),
-        (4, {3: 0.003}, {}, False, MANY),
-        (4, {0: 0.001}, {}, True, MANY),
-        (6, {0: 0.001, 4: 0.001}, {}, True, MANY),
-        (5, {1: BEFORE, 3: BEFORE}, {}, False, FEW),
-        (5, {2: BEFORE}, {0: 0}, True, MANY),
-        (5, {0: BEFORE}, {1: 1}, True, MANY),
-        (5, {0: 0.001}, {3: 2}, False, MANY),
-        (4, {0: BEFORE, 1: BEFORE, 2: BEFORE}, {}, True, MANY),
-        (8, {5: 0.001}, {}, True, MANY),
+        pytest.param(4, {0: BEFORE}, {}, True, FEW, marks=pytest.mark.thorough),
+        pytest.param(4, {0: BEFORE}, {}, False, MANY, marks=pytest.mark.slow),
+        pytest.param(4, {1: BEFORE}, {}, True, MANY, marks=pytest.mark.slow),
+        pytest.param(5, {2: 0.001}, {}, True, MANY, marks=pytest.mark.thorough),
+        pytest.param(4, {3: 0.003}, {}, False, MANY, marks=pytest.mark.slow),
+        pytest.param(4, {0: 0.001}, {}, True, MANY, marks=pytest.mark.slow),
+        pytest.param(6, {0: 0.001, 4: 0.001}, {}, True, MANY, marks=pytest.mark.slow),
+        pytest.param(5, {1: BEFORE, 3: BEFORE}, {}, False, FEW, marks=pytest.mark.slow),
+        pytest.param(5, {2: BEFORE}, {0: 0}, True, MANY, marks=pytest.mark.thorough),
+        pytest.param(5, {0: BEFORE}, {1: 1}, True, MANY, marks=pytest.mark.slow),
+        pytest.param(5, {0: 0.001}, {3: 2}, False, MANY, marks=pytest.mark.slow),
+        pytest.param(4, {0: BEFORE, 1: BEFORE, 2: BEFORE}, {}, True, MANY, marks=pytest.mark.slow),
+        pytest.param(8, {5: 0.001}, {}, True, MANY, marks=pytest.mark.slow),
     ],
     ids=str,
 )
