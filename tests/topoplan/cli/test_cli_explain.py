@@ -76,6 +76,7 @@ def test_two_servers_and_why_bus_bandwidth_is_above_the_nics(run: Run, tmp_path:
     assert "is above the 384 GB/s of a server's 8 NICs" in out
 
 
+@pytest.mark.thorough
 def test_csv_is_a_line_for_every_row(run: Run, log: Path) -> None:
     """With the same figures as JSON."""
     rows = list(csv.DictReader(io.StringIO(run("explain", str(log), "--machine", "dgx-a100", "--csv")[1])))
@@ -86,6 +87,7 @@ def test_csv_is_a_line_for_every_row(run: Run, log: Path) -> None:
     assert float(rows[2]["in_place_busbw"]) == told[2]["in_place"]["busbw"]
 
 
+@pytest.mark.thorough
 def test_a_log_may_come_from_stdin_and_hold_several_runs(run: Run) -> None:
     """Those that no plan does are named and listed."""
     text = PerfLog("all_gather", rate=300).text() + PerfLog("sendrecv", rate=40).text()
@@ -97,6 +99,7 @@ def test_a_log_may_come_from_stdin_and_hold_several_runs(run: Run) -> None:
     assert "warning: sendrecv: 14 rows" in run("explain", "-", "--machine", "dgx-a100", stdin=text)[1]
 
 
+@pytest.mark.thorough
 def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
     """As text and as JSON: the same rows, on the GPUs of its plan."""
     plan, text = tmp_path / "plan.json", tmp_path / "bench.log"
@@ -152,6 +155,7 @@ def test_a_damaged_log_keeps_what_it_has(run: Run, log: Path) -> None:
     assert "ends without its summary" in out
 
 
+@pytest.mark.thorough
 def test_a_log_of_nccl_is_explained_beside_the_rows(run: Run, tmp_path: Path) -> None:
     """Both in one file, as NCCL_DEBUG=INFO leaves them: rows, rings and findings."""
     path = tmp_path / "run.log"
@@ -230,6 +234,7 @@ def test_bad_use_of_tune_is_one_line(run: Run, arguments: tuple[str, ...], told:
     assert told in err
 
 
+@pytest.mark.thorough
 def test_logs_of_two_communicators_are_not_mixed(run: Run, tmp_path: Path) -> None:
     """Each needs a file of its own."""
     (tmp_path / "a.log").write_text(PerfLog().text())

@@ -58,6 +58,7 @@ def check_alone(machine: Topology, sizes: Sequence[int], free: Sequence[int] | N
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "sizes", "free"),
     [
@@ -156,6 +157,7 @@ def rate_at_once(machine: Topology, sets: Sets, weights: Sequence[float]) -> flo
     return float(found.x[-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("uplink", [4.0, 9.0])
 @pytest.mark.parametrize("sizes", [(3, 3), (3, 2)])
 def test_no_way_over_shared_uplinks_is_better(uplink: float, sizes: tuple[int, int]) -> None:
@@ -188,6 +190,7 @@ def test_the_order_of_the_sizes_is_kept() -> None:
         assert tuple(len(job.gpus) for job in divide("dgx-2", sizes).jobs) == sizes
 
 
+@pytest.mark.thorough
 def test_millions_of_ways_are_not_all_looked_at() -> None:
     """Four jobs on the two halves of two servers: proved, since no job could have more."""
     servers = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
@@ -226,6 +229,7 @@ def test_what_is_not_there_is_refused() -> None:
 
 
 class TestCommand:
+    @pytest.mark.thorough
     def test_json_and_text_have_the_jobs_in_their_order(self, run: Run) -> None:
         found = json.loads(run("recommend", "dgx-1v", "--jobs", "2,4,1", "--json")[1])
         assert [len(job["gpus"]) for job in found["jobs"]] == [2, 4, 1]

@@ -36,6 +36,7 @@ def pair(nic: float = 400) -> Topology:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "collective", "nccl", "best"),
     [
@@ -67,6 +68,7 @@ def test_nccl_does_less_than_trees_where_nvlink_has_no_ring() -> None:
     assert last.of_best == pytest.approx(log.sizes[-1] / log.seconds(log.sizes[-1]) / 50e9, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_small_sizes_are_bound_by_latency_and_large_ones_by_bandwidth() -> None:
     """The change comes once, where start-ups and bytes take equally long."""
     kinds = [row.bound_by for row in judged(PerfLog(), topoplan.load("dgx-a100")).rows]
@@ -143,6 +145,7 @@ def test_one_rank_alone_moves_nothing() -> None:
     assert {(row.of_best, row.to_object()["best"]) for row in found.rows} == {(None, None)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("test", ["all_reduce", "reduce_scatter", "broadcast", "reduce"])
 def test_a_test_that_is_not_named_is_known_by_its_columns(test: str) -> None:
     """By reduction, root and the factor of its bandwidths."""
@@ -190,6 +193,7 @@ def test_rows_of_every_root_are_compared_with_their_own_root() -> None:
     assert [row.row.root for row in found.rows] == [0, 3]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("test", "leaving", "most"),
     [

@@ -55,6 +55,7 @@ def check_against_all(
     return sets
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "count", "free"),
     [
@@ -88,6 +89,7 @@ def test_random_machines_too(machine: Topology) -> None:
         check_against_all(machine, 3)
 
 
+@pytest.mark.thorough
 def test_the_halves_of_the_cube_come_first() -> None:
     """Each leaves the other for the next job."""
     sets = recommend("dgx-1v", 4)
@@ -104,6 +106,7 @@ def test_of_equally_fast_pairs_those_come_first_that_leave_a_fast_rest() -> None
     assert sets[0].gpus == (0, 1, 2)
 
 
+@pytest.mark.thorough
 def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
     """12,870 sets of 8, planned once."""
     sets = recommend("dgx-2", 8)
@@ -150,6 +153,7 @@ class TestCommand:
         assert {gpu for one in sets for gpu in one["gpus"]} == set(range(1, 8))
         assert sets[0]["busbw"] == pytest.approx(sets[0]["rate"] * 4 / 3)
 
+    @pytest.mark.thorough
     def test_csv_has_the_same_rows(self, run: Run) -> None:
         rows = [*csv.reader(io.StringIO(run("recommend", "dgx-1v", "--count", "2", "--csv")[1]))]
         sets = json.loads(run("recommend", "dgx-1v", "--count", "2", "--json")[1])["sets"]
@@ -173,6 +177,7 @@ class TestCommand:
         assert "leaves" not in out
         assert "class 1: 0,1  0,2  1,2\n" in out
 
+    @pytest.mark.thorough
     def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
         out = run("recommend", "dgx-2", "--count", "8")[1]
         assert "… and 12,800 more (--json, --csv)" in out

@@ -27,6 +27,7 @@ def test_damages_are_found_named_and_costed() -> None:
     assert {case.form for case in made} == {"JSON", "text"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_damage_is_found(kind: str) -> None:
     """One of each on every machine, without its cost; in a matrix too where it can show it."""
@@ -45,6 +46,7 @@ def test_every_kind_of_damage_is_found(kind: str) -> None:
             assert text.healthy == alike, (name, damages)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", library())
 def test_whole_machines_are_healthy(name: str) -> None:
     """As JSON and as a matrix, and any allocation of their GPUs."""
@@ -118,6 +120,7 @@ SHAPES: dict[str, Callable[[int, int], int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
     """Two to eight GPUs, wired evenly in one way or another."""

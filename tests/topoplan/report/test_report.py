@@ -174,6 +174,7 @@ def test_texts_of_a_file_are_escaped() -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "sections"),
     [
@@ -238,6 +239,7 @@ def test_elements_are_balanced_and_escaped() -> None:
     assert well_formed(table(("a", "b"), [])).rows == [["a", "b"]]
 
 
+@pytest.mark.thorough
 def test_sizes_without_rivals() -> None:
     """Where NCCL has nothing and nothing is chosen by size, the plan stands alone."""
     section = sizes_section(topoplan.plan("v100x4"), {}, None, [1024])
@@ -264,6 +266,7 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(run: Run, tmp_path: Path) -> None:
     """It is neither drawn nor recommended, and the others keep their numbers."""
     path = tmp_path / "report.html"

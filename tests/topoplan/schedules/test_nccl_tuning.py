@@ -68,6 +68,7 @@ def test_bandwidths_of_protocols_are_limited_as_nccl_limits_them() -> None:
     assert hopper["nvls", "simple"].bandwidth == pytest.approx(2 * 370.8 * 0.85 * 7 / 8 * ring)
 
 
+@pytest.mark.thorough
 def test_what_nccl_has_for_which_collective() -> None:
     """Trees for allreduce alone, NVLS where switches can add, PAT with one rank a server, LL128 over NVLink alone."""
     names = {one: {a for a, _ in known(fully_used(topoplan.load("dgx-h100")), one)} for one in COLLECTIVES}
