@@ -101,6 +101,10 @@ def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, 
     }
 
 
+LONGEST_NAME = 60
+"""Characters of a machine's name in the table; of a longer path the end."""
+
+
 def _print(found: Differences, size: Sequence[int], names: Sequence[str]) -> None:
     changing = sum(map(found.changes, found.rows))
     summary = "no difference"
@@ -110,7 +114,12 @@ def _print(found: Differences, size: Sequence[int], names: Sequence[str]) -> Non
     print(summary)
     print()
     sides = [
-        (side, name, str(gpus), *_both(bounds, gpus))
+        (
+            side,
+            name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}",
+            str(gpus),
+            *_both(bounds, gpus),
+        )
         for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
     heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]

@@ -127,7 +127,7 @@ def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -
     """Under the trees of any plan over several servers, and not under others."""
     assert main(TWO) == 0
     out = capsys.readouterr().out
-    assert "(three-phase, three-phase)" in out
+    assert "(three-phase)" in out
     assert "phase                     GB/s alone  full links" in out
     assert "between servers                   20  s0.nic0.tx>switch0 " in out
     assert "bottleneck: between servers\n" in out
