@@ -228,8 +228,8 @@ def how_to_use(to: str, choices: Choices = DEFAULT, *, file: str = "", folder: s
 
     Examples
     --------
-    >>> how_to_use("nccl-topo", file="/tmp/topo.xml")[0]
-    'to use it: export NCCL_TOPO_FILE=/tmp/topo.xml (NCCL 2.6 or later, and RCCL)'
+    >>> how_to_use("nccl-topo", file="/etc/topo.xml")[0]
+    'to use it: export NCCL_TOPO_FILE=/etc/topo.xml (NCCL 2.6 or later, and RCCL)'
     """
     use = FORMATS[check_format(to)].use
     lines = () if use is None else use(choices)
