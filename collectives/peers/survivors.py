@@ -39,6 +39,9 @@ from topoplan.errors import BackendError, UsageError
 DOUBTED_SECONDS = 1.0
 """Time in which a rank must say something whose failure others have reported."""
 
+NOTICED = 3
+"""Timeouts within which all ranks notice a failure: one waits for the victim, another for it, and then they judge."""
+
 
 @dataclass(slots=True, eq=False)
 class _Line:
@@ -135,7 +138,7 @@ class Survivors:
         without : collection of int
             Ranks to be left out, alive or not.
         timeout : float
-            Seconds to wait for a rank that is not known to be dead.
+            Seconds of a collective. A rank that nobody reported is waited for `NOTICED` times as long.
         doubted : collection of int
             Ranks whose failure was reported: they are waited for no longer than `DOUBTED_SECONDS`.
 
@@ -152,7 +155,7 @@ class Survivors:
         members, wanted, me = self.members, self.epoch + 1, self.rank
         gone = {members[place] for place in without}
         patience = {
-            rank: min(timeout, DOUBTED_SECONDS) if place in doubted else timeout
+            rank: min(timeout, DOUBTED_SECONDS) if place in doubted else NOTICED * timeout
             for place, rank in enumerate(members)
         }
         silent: set[int] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from tests.faults.recovery import DEATH, FEW, MANY, Round, faults_of, one_round, plan_for
-from tests.support.tcp_jobs import backends_in_threads
+from tests.support.tcp_jobs import backends_in_threads, in_processes
 from topoplan.errors import BackendError, UsageError
 
 BEFORE = -1.0
@@ -59,6 +61,43 @@ def test_the_others_go_on(
         # the collective that they died before was repeated, by all alike
         told = [report["repeated"] for report in reports.values()]
         assert all(one[0][0] == DEATH and set(one[-1][1]) >= set(within) for one in told), told
+
+
+def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:
+    """Rank 1 stops; the others go on, wake it, and end when it has heard of it."""
+    plan, told = plan_for(3), Path(meeting, "told")
+    backend = TcpBackend(rank, 3, rendezvous=f"unix:{meeting}/m", timeout=1.0, meeting_timeout=30)
+    with Communicator(plan, backend) as comm:
+        sleeper = int(comm.gather_texts(str(os.getpid()))[1])
+        try:
+            if rank == 1:
+                os.kill(sleeper, signal.SIGSTOP)
+            with pytest.raises(BackendError):
+                comm.all_reduce(np.full(1 << 18, 1.0))
+            if rank == 1:
+                with pytest.raises(BackendError) as refused:
+                    comm.shrink()
+                told.touch()
+                return str(refused.value), []
+            comm.shrink()
+            total = comm.all_reduce(np.full(5, rank + 1.0))
+        finally:
+            if rank == 0:
+                os.kill(sleeper, signal.SIGCONT)
+        deadline = time.monotonic() + 10
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return comm.notes[0], total.tolist()
+
+
+@pytest.mark.thorough
+def test_a_rank_that_was_stopped_and_comes_back_is_refused_by_its_epoch(tmp_path: Path) -> None:
+    """The others wait for each other, who notice later, longer than for the one that was reported."""
+    told = in_processes(3, back_from_sleep, str(tmp_path))
+    assert "this rank is out since epoch 1" in told[1][0]
+    assert "what it has is of epoch 0, end this process" in told[1][0]
+    assert [one[1] for one in (told[0], told[2])] == [[4.0] * 5] * 2
+    assert told[0][0].startswith("epoch 1: without rank 1")
 
 
 def test_a_rank_that_lives_is_left_out_and_hears_of_it() -> None:
