@@ -15,6 +15,7 @@ from topoplan.cli.damage_options import Machine, add_damage, damaged, overlaid
 from topoplan.cli.order_table import Answer, order_object, print_mesh, print_order
 from topoplan.cli.output import check_target, print_json, print_notes, write_whole
 from topoplan.cli.plan_mesh import add_options as add_mesh
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.clusters.domains import domain
 from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
@@ -92,12 +93,14 @@ def run(options: argparse.Namespace) -> int:
     part = machine.whole.subset(chosen)
     now = [place[gpu] for gpu in given]
     ranked: RankOrder | MeshOrder
-    if options.mesh is None:
-        ranked = best_order(part, given=now)
-        best: tuple[int, ...] = ranked.ranks
-    else:
-        ranked = best_mesh(part, options.mesh, collective, axes=options.axes, given=now)
-        best = ranked.best.ranks
+    best: tuple[int, ...]
+    with progress_line("ordering"):
+        if options.mesh is None:
+            ranked = best_order(part, given=now)
+            best = ranked.ranks
+        else:
+            ranked = best_mesh(part, options.mesh, collective, axes=options.axes, given=now)
+            best = ranked.best.ranks
     order = tuple(chosen[rank] for rank in best)
     answer = Answer(
         machine,
