@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
 
+STARTED = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+"""Variables of processes that mpiexec started."""
+
 WIDEST = 120
 """Columns of a line on a terminal, or fewer where it has fewer."""
 
@@ -126,8 +129,11 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns of a line where stdout is a terminal: `WIDEST`, or fewer where it has fewer; None elsewhere."""
-    if sys.stdout is None or not sys.stdout.isatty():
+    """Columns of a line where stdout is a terminal: `WIDEST`, or fewer where it has fewer; None elsewhere.
+
+    What mpiexec starts has a terminal of its own, wherever its output goes.
+    """
+    if sys.stdout is None or not sys.stdout.isatty() or STARTED & os.environ.keys():
         return None
     return min(WIDEST, shutil.get_terminal_size().columns)
 
@@ -171,7 +177,7 @@ class WrappedText(io.TextIOBase):
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line as lines of at most so many columns, words whole.
+    """A line as lines of at most so many columns, words whole; as it is where a word, such as a path, is too long.
 
     Examples
     --------
@@ -183,11 +189,14 @@ def wrapped(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     gaps = [match.end() for match in re.finditer(r" {2,}", line) if match.end() <= width // 2]
+    indent = max(gaps, default=4)
+    if max(map(len, line.split())) > width - indent:
+        return line
     return "\n".join(
         textwrap.wrap(
             line,
             width,
-            subsequent_indent=" " * max(gaps, default=4),
+            subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
             replace_whitespace=False,

@@ -70,7 +70,7 @@ def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(
 def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half() -> None:
     assert wrapped("a  bb cc dd", 7) == "a  bb\n   cc\n   dd"
     assert wrapped("word " * 3, 11) == "word word\n    word"
-    assert wrapped("x" * 30, 10) == "x" * 30
+    assert wrapped("written: " + "x" * 30, 20) == "written: " + "x" * 30
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_page_names_the_faults_of_a_machine() -> None:
     """A dead link stands under health with what it costs."""
     page = parsed(made("broken dgx-1v"))
     (row,) = [row for row in page.rows if row and row[0] == "link missing"]
-    assert row[1:4] == ["gpu0, gpu3", "no NVLink", "2 NVLinks of 25 GB/s"]
+    assert row[1:4] == ["gpu0-gpu3", "no NVLink", "2 NVLinks of 25 GB/s"]
     assert "78.5714 GB/s now, 85.7143 GB/s without the faults" in page.text
 
 
