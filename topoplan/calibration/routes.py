@@ -77,10 +77,9 @@ class Routes:
         self._gpus = set(topology.gpus)
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
-        self._leaving: dict[str, dict[str, tuple[Link, ...]]] = {
-            channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
-        }
-        self._entering = {channel: _entering(leaving) for channel, leaving in self._leaving.items()}
+        # each when a route over such links is first asked for
+        self._leaving = cache(lambda channel: _widest_from(topology, WIRES[channel]))
+        self._entering = cache(lambda channel: _entering(self._leaving(channel)))
         self._steps = cache(self._searched)
         self._path = cache(self._walked)
 
@@ -139,7 +138,7 @@ class Routes:
             found = [
                 (place, link)
                 for device in wanted
-                for place, link in self._entering[channel].get(device, ())
+                for place, link in self._entering(channel).get(device, ())
                 if steps.get(link.src) == distance and (link.src == src or link.src not in self._gpus)
             ]
             stage = tuple(link for _, link in sorted(found, key=lambda one: one[0]))
@@ -149,7 +148,7 @@ class Routes:
 
     def _searched(self, channel: str, src: str) -> Mapping[str, int]:
         """Number of links to every device that can be reached without passing a GPU."""
-        leaving = self._leaving[channel]
+        leaving = self._leaving(channel)
         steps = {src: 0}
         frontier = [src]
         for device in frontier:

@@ -16,6 +16,7 @@ import topoplan
 from topoplan.calibration import Measurement, PairSamples, calibrated, copy_route
 from topoplan.calibration.matching import match_gpus
 from topoplan.calibration.report import MARK
+from topoplan.calibration.routes import Routes
 from topoplan.clusters import Server, cluster
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.load import library
@@ -54,8 +55,10 @@ def copied(
 def on_wires(wires: Topology) -> Rate:
     """GB/s of copies on a machine whose links are exactly as fast as stated."""
 
+    routes = Routes(wires)
+
     def rate(src: str, dst: str) -> float:
-        route = copy_route(wires, src, dst)
+        route = routes.between(src, dst)
         assert route
         return route.bandwidth
 
@@ -271,10 +274,11 @@ class TestInvariants:
         """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""
         machine = topoplan.load(name)
         names, cells = relation_matrix(machine, ("gpu",))
+        routes = Routes(machine)
         for src, row in zip(names, cells, strict=True):
             for dst, code in zip(names, row, strict=True):
                 if src != dst:
-                    route = copy_route(machine, src, dst)
+                    route = routes.between(src, dst)
                     assert route
                     assert (route.channel == "nvlink") == code.startswith("NV")
                     kinds = ("nvlink",) if route.channel == "nvlink" else ("pcie", "sys")
