@@ -137,6 +137,7 @@ def run(options: argparse.Namespace) -> int:
     from collectives.backends.open_backend import Settings, check_backend
     from collectives.benchmark import check_dtype
 
+    arguments.check_csv(options)
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
     check_target(options.trace, "--trace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from topoplan.cli.arguments import OneLineParser, add_csv, add_json
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json, check_csv
 from topoplan.cli.output import print_csv, print_json, table
 from topoplan.cli.show import link_summary
 from topoplan.formats.load import library, load
@@ -18,6 +18,7 @@ def add_options(parser: OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Name the machines of the library, their GPUs and their links."""
+    check_csv(options)
     machines = [load(name) for name in library()]
     if options.json:
         print_json(

@@ -63,6 +63,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
+    arguments.check_csv(options)
     check_target(options.trace, "--trace")
     check_plot(options)
     simulate_jobs.check_options(options)

@@ -17,9 +17,6 @@ from topoplan.topology import Topology
 
 _WITH_BUS_ID = ("gpu", "nic", "pcie", "nvswitch")
 
-_Place = tuple[int, str]
-"""Which description, and a device's name there."""
-
 
 def twins(a: Topology, b: Topology) -> dict[str, str]:
     """The device of ``a`` for each device of ``b`` that has one there.
