@@ -21,9 +21,11 @@ from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
+from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
+from collectives.torch.going_on import GoingOnExchange, Shrunk, check_goes_on
 from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
@@ -90,9 +92,21 @@ class HookState:
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
+    on_failure : str
+        What to do where a rank dies: "raise", or "shrink" to make its step again without it (`collectives.torch.going_on`):
+        in step, and with gradients on the CPU. Averages are then divided by the ranks that are left. Call `register`
+        with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
+        meeting of the ranks in each step.
+    on_shrink : callable, optional
+        Told of each step after which there are fewer ranks, a `Shrunk`, on every rank and before the optimiser uses its
+        averages: to set the learning rate, or to divide the data anew by ``rank`` and ``size``.
 
     Attributes
     ----------
+    rank, size : int
+        This process's rank, and how many there are, as they are now.
+    shrunk : tuple of Shrunk
+        Steps after which there were fewer ranks, and what the lost ones had kept.
     communicator : Communicator or None
         None where torch's own allreduce is used.
     reason : str
@@ -136,8 +150,14 @@ class HookState:
         exact: bool = True,
         mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
+        on_failure: str = "raise",
+        on_shrink: Callable[[Shrunk], object] = lambda shrunk: None,
     ) -> None:
         def settings() -> ExchangeSettings:
+            if on_failure not in ("raise", "shrink"):
+                raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
+            if on_failure == "shrink" and not isinstance(mode_of(mode), BSP):
+                raise UsageError("on_failure='shrink' is for steps that wait for all ranks; leave mode out")
             if isinstance(mode, Gossip):
                 raise UsageError(
                     "Gossip is for loops that say when parameters have moved, which those of DDP do not; use "
@@ -161,16 +181,21 @@ class HookState:
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         gather = gather_by(self.group)
-        how = agreed_settings(settings, gather)
+        how = agreed_settings(settings, gather, f", on_failure={on_failure!r}")
         self.mode = how.mode
         self.recorder = watch(Recorder("hook", ranks=self.size))
         verdict = agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
+        self.shrunk: tuple[Shrunk, ...] = ()
+        self._on_shrink = on_shrink
+        self._registered = on_failure == "raise"
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if verdict.plan is None:
+            if on_failure == "shrink":
+                raise UsageError(f"on_failure='shrink' is for gradients by plan, and there is none: {self.reason}")
             warnings.warn(
                 f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
             )
@@ -184,13 +209,43 @@ class HookState:
             )
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
-            self.buckets = in_step = BucketExchange(InStepAverager(comm, how, self.recorder), numbers)
+            in_step_averager = InStepAverager(comm, how, self.recorder)
+            if on_failure == "shrink":
+                if not can_go_on(backend):
+                    raise UsageError(
+                        f"on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
+                        f"other, and these go by the {backend.name} back end"
+                    )
+                self.buckets = in_step = GoingOnExchange(in_step_averager, numbers, self._goes_on)
+            else:
+                self.buckets = in_step = BucketExchange(in_step_averager, numbers)
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
                     averager(comm, how, self.recorder, timeout=timeout), in_step, comm
                 )
             log_start(comm, how)
             on_error.pop_all()
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
+
+        What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
+        model for which it does so is refused, unless the group goes on, too ("topoplan" with TOPOPLAN_ON_FAILURE=shrink).
+        Buckets are arranged in the second forward pass, which over other groups asks all ranks once more.
+
+        Raises
+        ------
+        UsageError
+            It is no DDP, or asks for what cannot go on.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"a {type(model).__name__} is no DistributedDataParallel; give register the wrapped model"
+            )
+        if isinstance(self.buckets, GoingOnExchange):
+            check_goes_on(model)
+        model.register_comm_hook(self, topoplan_hook)
+        self._registered = True
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
@@ -289,8 +344,9 @@ class HookState:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
         With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
-        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already. All ranks must call it.
-        Training may go on afterwards.
+        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with ``on_failure="shrink"``
+        they are so when no rank that is left has more steps than another one. All ranks must call it. Training may go
+        on afterwards.
 
         Parameters
         ----------
@@ -306,6 +362,8 @@ class HookState:
         """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
+        elif isinstance(self.buckets, GoingOnExchange):
+            self.buckets.settle()
 
     @contextmanager
     def join(self, model: DistributedDataParallel, *, divide_by: str = "present") -> Iterator[None]:
@@ -336,6 +394,10 @@ class HookState:
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
+            )
+        if isinstance(self.buckets, GoingOnExchange):
+            raise UsageError(
+                "join meets the other ranks over DDP's process group, too; leave on_failure='shrink' out with it"
             )
         if isinstance(self.buckets, ModeExchange):
             raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
@@ -383,6 +445,14 @@ class HookState:
         let_go()
         self._leave()
 
+    def _goes_on(self, shrunk: Shrunk) -> None:
+        """A step has ended with fewer ranks."""
+        assert self.communicator is not None, "it has lost them"
+        self.rank, self.size = self.communicator.rank, self.communicator.size
+        self.recorder.ranks = self.size
+        self.shrunk = (*self.shrunk, shrunk)
+        self._on_shrink(shrunk)
+
     def _leave(self) -> None:
         """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""
         if self._own is not None and dist.is_initialized() and self.size == dist.get_world_size():
@@ -417,6 +487,8 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
+    if not state._registered:
+        raise UsageError("with on_failure='shrink' the model is looked at first; write state.register(model)")
     if (model := _joined(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)

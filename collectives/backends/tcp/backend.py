@@ -235,16 +235,7 @@ class TcpBackend(OneRank):
         self._leave()
         address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
         try:
-            made = TcpBackend(
-                rank,
-                size,
-                rendezvous=address,
-                pace=self._pace,
-                timeout=self._timeout,
-                flight_bytes=self._flight_bytes,
-                arrays=self.arrays,
-                survivors=survivors,
-            )
+            made = self._again(rank, size, address)
         except BaseException:
             if place is not None:
                 place.close()
@@ -252,6 +243,19 @@ class TcpBackend(OneRank):
         if place is not None:
             made.then.append(place.close)
         return made
+
+    def _again(self, rank: int, size: int, rendezvous: str) -> TcpBackend:
+        """One like this among the ranks that are left."""
+        return TcpBackend(
+            rank,
+            size,
+            rendezvous=rendezvous,
+            pace=self._pace,
+            timeout=self._timeout,
+            flight_bytes=self._flight_bytes,
+            arrays=self.arrays,
+            survivors=self.survivors,
+        )
 
     def follow(self) -> Signature | None:
         """See `Follows.follow`."""

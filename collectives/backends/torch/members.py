@@ -34,6 +34,7 @@ from collectives.backends.torch.windows import WindowMembers
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 SIOCGIFADDR = 0x8915
@@ -41,6 +42,15 @@ SIOCGIFADDR = 0x8915
 
 MEETING_SECONDS = 5.0
 """How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
+
+
+Left = Callable[[Gather, int, int, str], None]
+"""Told when ranks go on, before they exchange anything: a gathering over them, the new rank and size, and the address
+of this machine at which the others reach it."""
+
+
+def _alone(gather: Gather, rank: int, size: int, local: str) -> None:
+    """Nobody else needs to know."""
 
 
 class SharedMembers(SharedBackend):
@@ -53,15 +63,41 @@ class SharedMembers(SharedBackend):
     timeout : float
     closes : callable
         Called when this is closed.
+    left : callable
+    survivors : Survivors, optional
+        As `SharedBackend`.
     """
 
-    goes_on = False
-
     def __init__(
-        self, gather: Gather, *, rank: int, size: int, timeout: float, closes: Callable[[], None]
+        self,
+        gather: Gather,
+        *,
+        rank: int,
+        size: int,
+        timeout: float,
+        closes: Callable[[], None],
+        left: Left = _alone,
+        survivors: Survivors | None = None,
     ) -> None:
-        super().__init__(gather, rank=rank, size=size, timeout=timeout, arrays=_on_cpu())
-        self._closes = closes
+        super().__init__(
+            gather, rank=rank, size=size, timeout=timeout, arrays=_on_cpu(), survivors=survivors
+        )
+        self._closes, self._left = closes, left
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._leave()
+        self._left(gather, rank, size, self.survivors.local)
+        return SharedMembers(
+            gather,
+            rank=rank,
+            size=size,
+            timeout=self._timeout,
+            closes=self._closes,
+            left=self._left,
+            survivors=self.survivors,
+        )
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -77,6 +113,9 @@ class LinkedMembers(TcpBackend):
     rank, size : int
     rendezvous : str
     timeout : float
+    left : callable
+    survivors : Survivors, optional
+        As `TcpBackend`.
 
     Raises
     ------
@@ -84,14 +123,45 @@ class LinkedMembers(TcpBackend):
         The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
     """
 
-    goes_on = False
-
-    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        rendezvous: str,
+        timeout: float,
+        left: Left = _alone,
+        survivors: Survivors | None = None,
+    ) -> None:
         limit = min(timeout / 2, MEETING_SECONDS)
         super().__init__(
-            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, arrays=_on_cpu()
+            rank,
+            size,
+            rendezvous=rendezvous,
+            timeout=timeout,
+            meeting_timeout=limit,
+            arrays=_on_cpu(),
+            survivors=survivors,
         )
+        self._left = left
         self.reach_others(limit)
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._leave()
+        self._left(gather, rank, size, self.survivors.local)
+        return super().go_on(gather, rank=rank, size=size)
+
+    def _again(self, rank: int, size: int, rendezvous: str) -> TcpBackend:
+        return LinkedMembers(
+            rank,
+            size,
+            rendezvous=rendezvous,
+            timeout=self._timeout,
+            left=self._left,
+            survivors=self.survivors,
+        )
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
@@ -125,6 +195,7 @@ def backend_of(
     shared: bool = True,
     engine: str = "auto",
     exact: bool = True,
+    left: Left = _alone,
 ) -> Backend[Any]:
     """The back end of a group's ranks.
 
@@ -142,6 +213,8 @@ def backend_of(
         For tensors on GPUs: "windows", "messages", or "auto" for the first that all ranks have.
     exact : bool
         Whether sums of windows must have the plan's bits.
+    left : callable
+        Called where ranks go on when others are gone; they do where all tensors are on the CPU.
 
     Raises
     ------
@@ -153,8 +226,13 @@ def backend_of(
     members = Members(gather, dist.get_rank(group), dist.get_world_size(group), timeout)
     found: Backend[Any] | None = None
     if kinds == {"cpu"}:
-        found = by_memory_or_links(members) if shared else None
-        return TorchBackend(group, timeout=timeout) if found is None else found
+        found = by_memory_or_links(members, left=left) if shared else None
+        if found is not None:
+            return found
+        messages = TorchBackend(group, timeout=timeout)
+        if not shared:  # else links of our own did not pass, by which those that are left would meet
+            messages.meet_survivors(_own_address())
+        return messages
     # where all tensors are on GPUs, the group's own NCCL need not be there
     messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
     try:
@@ -218,7 +296,9 @@ def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str
     return kinds
 
 
-def by_memory_or_links(members: Members, *, closes: Callable[[], None] = lambda: None) -> Backend[Any] | None:
+def by_memory_or_links(
+    members: Members, *, closes: Callable[[], None] = lambda: None, left: Left = _alone
+) -> Backend[Any] | None:
     """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
 
     Parameters
@@ -227,15 +307,20 @@ def by_memory_or_links(members: Members, *, closes: Callable[[], None] = lambda:
         All of them must call this.
     closes : callable
         Called when it is closed.
+    left : callable
     """
     rank, size, timeout = members.rank, members.size, members.timeout
     try:
-        return SharedMembers(members.gather, rank=rank, size=size, timeout=timeout, closes=closes)
+        return SharedMembers(
+            members.gather, rank=rank, size=size, timeout=timeout, closes=closes, left=left
+        )
     except UsageError:
         pass  # on all ranks: they are on several hosts, or do not see each other
     compile_ahead()  # before anybody waits for this rank
     made = _met(
-        members, lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout), closes
+        members,
+        lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout, left=left),
+        closes,
     )
     return None if isinstance(made, str) else made
 

@@ -1,0 +1,315 @@
+"""Steps of DDP that the ranks that are left make again where one of them dies.
+
+A step counts when all ranks have all of its averages, which they tell each other in one short meeting at its end. Before
+that DDP has used none of them: it reads the buckets when the hook of the last one has returned. So where a rank is lost,
+the others agree on who is left (`Communicator.shrink`), take back what the step has changed (the gradients, which are
+copied for that, residuals, warm starts), and exchange its buckets anew. Averages are then those of fewer ranks. Where
+the meeting had come to its end on some rank only, all accept the step: everybody had said that it has its averages.
+
+What a lost rank has kept of its gradients is lost with it. How much that was, each rank tells in every meeting: of the
+beginning of the step, before which nothing of it could change any more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.communicator.handle import Handle
+from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.parameter_residuals import ParameterNumbers
+from collectives.torch.process_group import PlannedGroup
+from collectives.training.averaging import InStepAverager
+from topoplan.errors import BackendError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """What ranks have kept of their gradients.
+
+    Parameters
+    ----------
+    keys : int
+        Parameters or buckets of which they kept something.
+    entries : int
+        Elements that are not zero.
+    norm : float
+        The square root of the sum of their squares.
+    """
+
+    keys: int = 0
+    entries: int = 0
+    norm: float = 0.0
+
+    @staticmethod
+    def of(lines: Mapping[str, Sequence[Any]]) -> Unsent:
+        """Of residuals, a list for each key.
+
+        Examples
+        --------
+        >>> Unsent.of({"parameter 0": [np.array([3.0, 0.0, 4.0])], "parameter 1": [np.zeros(2)]})
+        Unsent(keys=1, entries=2, norm=5.0)
+        """
+        held = [np.concatenate([np.ravel(one) for one in listed]) for listed in lines.values() if listed]
+        counts = [int(np.count_nonzero(one)) for one in held]
+        squares = [float(np.linalg.norm(one.astype(np.float64))) ** 2 for one in held]
+        return Unsent(sum(count > 0 for count in counts), sum(counts), math.sqrt(math.fsum(squares)))
+
+    def plus(self, other: Unsent) -> Unsent:
+        """Of both."""
+        return Unsent(
+            self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A step after which there are fewer ranks.
+
+    Parameters
+    ----------
+    step : int
+        Of training.
+    without : tuple of int
+        The ranks that are gone, as they were counted before.
+    old_size, new_size : int
+        How many there were, and are.
+    lost : Unsent
+        What they had kept of their gradients, as they told at the end of the step before.
+    """
+
+    step: int
+    without: tuple[int, ...]
+    old_size: int
+    new_size: int
+    lost: Unsent
+
+
+class _Held:
+    """A bucket of a step that is not over: as DDP's own, which is gone when its hook has returned.
+
+    Parameters
+    ----------
+    bucket : GradBucket
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        self._given = self._buffer.clone()
+        self._running: tuple[Handle[Any], torch.futures.Future[Any]] | None = None
+        self.averaged: torch.futures.Future[Any] = torch.futures.Future()
+
+    def index(self) -> int:
+        """Its number in the step."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Its gradients, one after another, and in the end their averages."""
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whose gradients these are."""
+        return self._parameters
+
+    def begun(self, running: tuple[Handle[Any], torch.futures.Future[Any]]) -> None:
+        """Its exchange has begun."""
+        self._running = running
+
+    def wait(self) -> None:
+        """Wait until its average is there; raises what went wrong."""
+        if self._running is not None:
+            handle, average = self._running
+            with suppress(Exception):  # the future tells of it with step and bucket
+                handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
+            average.wait()
+
+    def take_back(self) -> None:
+        """The gradients are again what this rank has given."""
+        self._running = None
+        self._buffer.copy_(self._given)
+
+
+class GoingOnExchange(BucketExchange):
+    """Averages buckets, also when ranks are lost; steps are those of `BSP`.
+
+    Parameters
+    ----------
+    averager : InStepAverager
+        Of a communicator whose back end can go on.
+    numbers : ParameterNumbers
+    on_shrink : callable
+        Told of each step after which there are fewer ranks, before DDP gets its averages.
+    """
+
+    def __init__(
+        self, averager: InStepAverager, numbers: ParameterNumbers, on_shrink: Callable[[Shrunk], None]
+    ) -> None:
+        super().__init__(averager, numbers)
+        comm = averager.communicator
+        self._on_shrink = on_shrink
+        self._number = comm.rank
+        self._members = tuple(range(comm.size))
+        """The ranks that are left, as they were counted at the beginning; this one is ``_number``."""
+        self._steps = 0
+        self._kept: dict[int, Unsent] = {}
+        self._held: list[_Held] = []
+        self._take_back: Callable[[], None] = lambda: None
+        self._mine = Unsent()
+        self._failure: BackendError | None = None
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Begin to average a bucket; the last one of a step waits for all of them.
+
+        Raises
+        ------
+        BackendError
+            The step failed, and not because a rank was lost; or the others have left this one out.
+        """
+        try:
+            if not self._held:
+                self._failure = None
+                self._take_back, self._mine = self._marked()
+            held = _Held(bucket)
+            self._held.append(held)
+            if self._failure is None:
+                try:
+                    held.begun(self._start(held, async_op=not bucket.is_last()))
+                except BackendError as error:
+                    self._failure = error
+            if bucket.is_last():
+                with self._averager.recorder.waiting():
+                    self._end(self._complete, self._again)
+                for one in self._held:
+                    one.averaged.set_result(one.buffer())
+                self._held.clear()
+                self._averager.end_step()
+            return held.averaged
+        except BaseException:
+            self._held.clear()
+            raise
+
+    def settle(self) -> None:
+        """After the last step: return when all ranks that are left have all steps; all of them must call it."""
+        self._end(lambda: None, lambda: None)
+
+    def _complete(self) -> None:
+        """Wait for all averages of this step."""
+        if self._failure is not None:
+            raise self._failure
+        for one in self._held:
+            one.wait()
+
+    def _again(self) -> None:
+        """Exchange the buckets of this step anew."""
+        self._failure = None
+        self._take_back()
+        for one in self._held:
+            one.take_back()
+        for one in self._held:
+            one.begun(self._start(one, async_op=False))
+
+    def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
+        """End a step together with those that are left, and tell of the others."""
+        before, kept, step, fewer = self._members, self._kept, self._averager.recorder.step, False
+        while True:
+            try:
+                if fewer:
+                    again()
+                complete()
+                told = self._meet()
+                break
+            except BackendError as error:
+                told, fewer = self._go_on(error), True
+                if max(steps for steps, _ in told.values()) > self._steps:
+                    break  # some rank was told that all have their averages
+        self._steps += 1
+        self._kept = {number: unsent for number, (_, unsent) in told.items()}
+        gone = [number for number in before if number not in self._members]
+        if gone:
+            lost = Unsent()
+            for number in gone:
+                lost = lost.plus(kept.get(number, Unsent()))
+            places = tuple(before.index(number) for number in gone)
+            self._on_shrink(Shrunk(step, places, len(before), len(self._members), lost))
+
+    def _meet(self) -> dict[int, tuple[int, Unsent]]:
+        """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its number."""
+        mine = [self._number, self._steps, *astuple(self._mine)]
+        told = [json.loads(text) for text in self._averager.communicator.gather_texts(json.dumps(mine))]
+        return {number: (steps, Unsent(*unsent)) for number, steps, *unsent in told}
+
+    def _go_on(self, error: BackendError) -> dict[int, tuple[int, Unsent]]:
+        """Agree on who is left, and meet them; raises the error where nobody is gone."""
+        comm = self._averager.communicator
+        for one in self._held:
+            with suppress(Exception):
+                one.wait()
+        while True:
+            size = comm.size
+            comm.shrink()
+            if comm.size == size:
+                raise error
+            try:
+                told = self._meet()
+            except BackendError as later:  # another one has died meanwhile
+                error = later
+                continue
+            self._members = tuple(told)
+            return told
+
+    def _marked(self) -> tuple[Callable[[], None], Unsent]:
+        """What takes back what a step changes in what this rank keeps; and how much that is now."""
+        if self._averager.settings.density is not None:
+            back, lines = self.residuals.marked()
+        else:
+            back, lines = self._averager.marked()
+        return back, Unsent.of(lines)
+
+
+def check_goes_on(model: DistributedDataParallel) -> None:
+    """Whether a model of DDP asks nothing of its process group that a lost rank would end, once its buckets are arranged.
+
+    Raises
+    ------
+    UsageError
+        It does, and the group does not go on.
+    """
+    group = model.process_group
+    if isinstance(group, PlannedGroup) and group.goes_on:
+        return
+    newer = hasattr(model, "forward_sync_buffers")
+    synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers
+    faults = [
+        text
+        for text, found in (
+            (
+                "broadcasts the model's buffers in every step; give it forward_sync_buffers=False "
+                "(broadcast_buffers=False in torch before 2.13)",
+                synchronised and len(model.modules_buffers) > 0,
+            ),
+            (
+                "asks all ranks for unused parameters in every step; leave find_unused_parameters out, or give "
+                "static_graph=True",
+                model.find_unused_parameters and not model.static_graph,
+            ),
+            (
+                "reduces some gradients by itself; leave delay_all_reduce_named_params out",
+                len(getattr(model, "_delay_all_reduce_params", ())) > 0,
+            ),
+        )
+        if found
+    ]
+    if faults:
+        raise UsageError(
+            f"DDP {faults[0]}: over its process group, which does not go on without a rank; or use the process group "
+            "topoplan with TOPOPLAN_ON_FAILURE=shrink"
+        )
