@@ -358,11 +358,9 @@ class Survivors:
                     for line in list(self._lines.values()):
                         self._send(line, {**self._head("gone", wanted), **told})
                     continue
-                if me in gone:
-                    self._leave(
-                        wanted, [rank for rank, one in heard.items() if one is not None and me in one[1]]
-                    )
                 left = tuple(rank for rank in members if rank not in gone)
+                if me in gone:
+                    self._leave(wanted, left)
                 if not behind:
                     self._check_half(left, silent)
                     self._decided[wanted] = left

@@ -245,14 +245,21 @@ def test_who_was_let_in_by_ranks_that_others_have_lost_is_let_in_by_these_too() 
         agreed(ranks, {0: [], 1: [2]})
         thread, come = knocking(ranks[:1])
         (knock,) = ranks[0].invited([ranks[0].knocks], seats=3)
+        with ranks[0]._changed:
+            ranks[0]._let_in(2, {knock.number: knock.card})
+            ranks[0]._welcome([knock], SECONDS)
+        thread.join()
+
+        def dies_when_the_newcomer_has_spoken() -> None:
+            while (2, knock.number) not in ranks[1]._said:
+                time.sleep(0.005)
+            ranks[0].close()
+
         found = at_once(
             {
-                0: lambda: (
-                    ranks[0]._let_in(2, {knock.number: knock.card}),
-                    ranks[0]._welcome([knock], SECONDS),
-                ),
+                0: dies_when_the_newcomer_has_spoken,
                 1: lambda: ranks[1].agree(timeout=SECONDS),
-                2: lambda: (thread.join(), ranks[0].close(), come[0].agree(timeout=SECONDS))[2],
+                2: lambda: come[0].agree(timeout=SECONDS),
             }
         )
         assert (found[1], found[2]) == ((1, 2), (1, 2)), found
