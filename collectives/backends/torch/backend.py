@@ -160,13 +160,26 @@ class TorchBackend(OneRank):
         if set(self._wires) == {"cpu"}:
             self.survivors = Survivors.of(self.gather_texts, self.ranks[0], local)
 
+    @classmethod
+    def among(
+        cls, gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float
+    ) -> TorchBackend:
+        """That of one of the ranks that are left of another job, or have joined it: over a new group of gloo."""
+        group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
+        return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {}
+
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`; they make a new group of gloo."""
-        survivors = self.survivors
-        assert survivors is not None, "looked at before"
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
         self._world.close()
-        group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=self._timeout)
-        made = TorchBackend(group, timeout=self._timeout, served={"cpu": "gloo"}, survivors=survivors)
+        made = TorchBackend.among(
+            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout
+        )
         made._owned, self._owned = self._owned, False
         return made
 

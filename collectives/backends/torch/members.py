@@ -49,7 +49,7 @@ Left = Callable[[Gather, int, int, str], None]
 of this machine at which the others reach it."""
 
 
-def _alone(gather: Gather, rank: int, size: int, local: str) -> None:
+def nobody_else(gather: Gather, rank: int, size: int, local: str) -> None:
     """Nobody else needs to know."""
 
 
@@ -76,13 +76,18 @@ class SharedMembers(SharedBackend):
         size: int,
         timeout: float,
         closes: Callable[[], None],
-        left: Left = _alone,
+        left: Left = nobody_else,
         survivors: Survivors | None = None,
     ) -> None:
         super().__init__(
-            gather, rank=rank, size=size, timeout=timeout, arrays=_on_cpu(), survivors=survivors
+            gather, rank=rank, size=size, timeout=timeout, arrays=torch_arrays(), survivors=survivors
         )
         self._closes, self._left = closes, left
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {"arrays": "torch"}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`."""
@@ -113,9 +118,12 @@ class LinkedMembers(TcpBackend):
     rank, size : int
     rendezvous : str
     timeout : float
-    left : callable
-    survivors : Survivors, optional
+    about
         As `TcpBackend`.
+
+    Attributes
+    ----------
+    left : callable
 
     Raises
     ------
@@ -123,45 +131,33 @@ class LinkedMembers(TcpBackend):
         The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        rendezvous: str,
-        timeout: float,
-        left: Left = _alone,
-        survivors: Survivors | None = None,
-    ) -> None:
+    left: Left
+
+    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float, **about: Any) -> None:
         limit = min(timeout / 2, MEETING_SECONDS)
+        about = {"arrays": torch_arrays(), **about}
         super().__init__(
-            rank,
-            size,
-            rendezvous=rendezvous,
-            timeout=timeout,
-            meeting_timeout=limit,
-            arrays=_on_cpu(),
-            survivors=survivors,
+            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, **about
         )
-        self._left = left
+        self.left = nobody_else
         self.reach_others(limit)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {**super().about, "arrays": "torch"}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`."""
         assert self.survivors is not None, "looked at before"
         self._leave()
-        self._left(gather, rank, size, self.survivors.local)
-        return super().go_on(gather, rank=rank, size=size)
-
-    def _again(self, rank: int, size: int, rendezvous: str) -> TcpBackend:
-        return LinkedMembers(
-            rank,
-            size,
-            rendezvous=rendezvous,
-            timeout=self._timeout,
-            left=self._left,
-            survivors=self.survivors,
+        self.left(gather, rank, size, self.survivors.local)
+        about = {**self.about, "arrays": self.arrays}
+        made = LinkedMembers.among(
+            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout, **about
         )
+        made.left = self.left
+        return made
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
@@ -195,7 +191,7 @@ def backend_of(
     shared: bool = True,
     engine: str = "auto",
     exact: bool = True,
-    left: Left = _alone,
+    left: Left = nobody_else,
 ) -> Backend[Any]:
     """The back end of a group's ranks.
 
@@ -297,7 +293,7 @@ def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str
 
 
 def by_memory_or_links(
-    members: Members, *, closes: Callable[[], None] = lambda: None, left: Left = _alone
+    members: Members, *, closes: Callable[[], None] = lambda: None, left: Left = nobody_else
 ) -> Backend[Any] | None:
     """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
 
@@ -318,11 +314,12 @@ def by_memory_or_links(
         pass  # on all ranks: they are on several hosts, or do not see each other
     compile_ahead()  # before anybody waits for this rank
     made = _met(
-        members,
-        lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout, left=left),
-        closes,
+        members, lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout), closes
     )
-    return None if isinstance(made, str) else made
+    if isinstance(made, str):
+        return None
+    made.left = left
+    return made
 
 
 def by_windows(
@@ -439,7 +436,8 @@ def _close(*opened: LinkedMembers | WindowMembers | Rendezvous | None) -> None:
             one.close()
 
 
-def _on_cpu() -> TorchArrays:
+def torch_arrays() -> TorchArrays:
+    """Tensors on the CPU."""
     return TorchArrays([torch.device("cpu")])
 
 
