@@ -245,9 +245,7 @@ def _join_shared(
     from collectives.backends.shared.backend import SharedBackend
 
     arrays = _arrays(about)
-    return SharedBackend(
-        gather, rank=rank, size=size, survivors=survivors, timeout=timeout, arrays=arrays
-    )
+    return SharedBackend(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, arrays=arrays)
 
 
 def _join_tcp(

@@ -6,8 +6,7 @@ the others agree on who is left (`Communicator.shrink`), take back what the step
 copied for that, residuals, warm starts), and exchange its buckets anew. Averages are then those of fewer ranks. Where
 the meeting had come to its end on some rank only, all accept the step: everybody had said that it has its averages.
 
-What a lost rank has kept of its gradients is lost with it. How much that was, each rank tells in every meeting: of the
-beginning of the step, before which nothing of it could change any more.
+What a lost rank has kept of its gradients is lost with it. How much that was, each rank tells in every meeting.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ class Unsent:
 
     def plus(self, other: Unsent) -> Unsent:
         """Of both."""
-        return Unsent(
-            self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm)
-        )
+        return Unsent(self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class Shrunk:
     old_size, new_size : int
         How many there were, and are.
     lost : Unsent
-        What they had kept of their gradients, as they told at the end of the step before.
+        What they had kept of their gradients behind the step before, as they told then.
     """
 
     step: int
@@ -162,7 +159,9 @@ class GoingOnExchange(BucketExchange):
         self._steps = 0
         self._kept: dict[int, Unsent] = {}
         self._held: list[_Held] = []
-        self._take_back: Callable[[], None] = lambda: None
+        self._before: Callable[[], None] | None = None
+        self._behind: Callable[[], None] | None = None
+        """What goes back to what this rank has kept before this step, and behind it; None where that is not known."""
         self._mine = Unsent()
         self._failure: BackendError | None = None
 
@@ -177,7 +176,8 @@ class GoingOnExchange(BucketExchange):
         try:
             if not self._held:
                 self._failure = None
-                self._take_back, self._mine = self._marked()
+                if self._before is None:
+                    self._before = self._marked()
             held = _Held(bucket)
             self._held.append(held)
             if self._failure is None:
@@ -195,7 +195,12 @@ class GoingOnExchange(BucketExchange):
             return held.averaged
         except BaseException:
             self._held.clear()
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """What this rank keeps is not what it was behind the last step: that failed, or it comes from a checkpoint."""
+        self._before = self._behind = None
 
     def settle(self) -> None:
         """After the last step: return when all ranks that are left have all steps; all of them must call it."""
@@ -207,11 +212,13 @@ class GoingOnExchange(BucketExchange):
             raise self._failure
         for one in self._held:
             one.wait()
+        self._behind = self._marked()
 
     def _again(self) -> None:
         """Exchange the buckets of this step anew."""
         self._failure = None
-        self._take_back()
+        assert self._before is not None, "marked when the step began"
+        self._before()
         for one in self._held:
             one.take_back()
         for one in self._held:
@@ -231,7 +238,7 @@ class GoingOnExchange(BucketExchange):
                 told, fewer = self._go_on(error), True
                 if max(steps for steps, _ in told.values()) > self._steps:
                     break  # some rank was told that all have their averages
-        self._steps += 1
+        self._steps, self._before = self._steps + 1, self._behind
         self._kept = {number: unsent for number, (_, unsent) in told.items()}
         gone = [number for number in before if number not in self._members]
         if gone:
@@ -266,13 +273,14 @@ class GoingOnExchange(BucketExchange):
             self._members = tuple(told)
             return told
 
-    def _marked(self) -> tuple[Callable[[], None], Unsent]:
-        """What takes back what a step changes in what this rank keeps; and how much that is now."""
+    def _marked(self) -> Callable[[], None]:
+        """What goes back to what this rank keeps now, as often as it is called; how much that is it tells the others."""
         if self._averager.settings.density is not None:
             back, lines = self.residuals.marked()
         else:
             back, lines = self._averager.marked()
-        return back, Unsent.of(lines)
+        self._mine = Unsent.of(lines)
+        return back
 
 
 def check_goes_on(model: DistributedDataParallel) -> None:

@@ -109,9 +109,7 @@ def _for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
     return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=still_wanted)
 
 
-def agreed_settings(
-    make: Callable[[], ExchangeSettings], gather: Gather, more: str = ""
-) -> ExchangeSettings:
+def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: str = "") -> ExchangeSettings:
     """The settings of this rank, which are those of all; all of them must call this.
 
     Parameters

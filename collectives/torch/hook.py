@@ -195,7 +195,9 @@ class HookState:
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if verdict.plan is None:
             if on_failure == "shrink":
-                raise UsageError(f"on_failure='shrink' is for gradients by plan, and there is none: {self.reason}")
+                raise UsageError(
+                    f"on_failure='shrink' is for gradients by plan, and there is none: {self.reason}"
+                )
             warnings.warn(
                 f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
             )
@@ -319,6 +321,8 @@ class HookState:
             lost.append(in_step.averager.restore_filter(filters))
             if "arrivals" in state:
                 in_step.restored(state["arrivals"])
+            if isinstance(in_step, GoingOnExchange):
+                in_step.forget()
         else:
             lost.append(told(filters))
         self.recorder.step = int(state["step"])

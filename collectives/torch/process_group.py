@@ -374,14 +374,14 @@ class PlannedGroup(dist.ProcessGroup):
             self.reason = verdict.reason
             if verdict.plan is None:
                 if on_failure == "shrink":
-                    raise UsageError(f"{ON_FAILURE}=shrink is for collectives by plan, and there is none: {self.reason}")
+                    raise UsageError(
+                        f"{ON_FAILURE}=shrink is for collectives by plan, and there is none: {self.reason}"
+                    )
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
                 with ExitStack() as on_error:
                     engine = os.environ.get(ENGINE) or "auto"
-                    backend = backend_of(
-                        self, gather, timeout=self._timeout, engine=engine, left=self._go_on
-                    )
+                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine, left=self._go_on)
                     on_error.callback(backend.close)
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure

@@ -136,9 +136,7 @@ class LinkedMembers(TcpBackend):
     def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float, **about: Any) -> None:
         limit = min(timeout / 2, MEETING_SECONDS)
         about = {"arrays": torch_arrays(), **about}
-        super().__init__(
-            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, **about
-        )
+        super().__init__(rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, **about)
         self.left = nobody_else
         self.reach_others(limit)
 
@@ -307,9 +305,7 @@ def by_memory_or_links(
     """
     rank, size, timeout = members.rank, members.size, members.timeout
     try:
-        return SharedMembers(
-            members.gather, rank=rank, size=size, timeout=timeout, closes=closes, left=left
-        )
+        return SharedMembers(members.gather, rank=rank, size=size, timeout=timeout, closes=closes, left=left)
     except UsageError:
         pass  # on all ranks: they are on several hosts, or do not see each other
     compile_ahead()  # before anybody waits for this rank

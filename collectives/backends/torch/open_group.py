@@ -113,7 +113,11 @@ def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: flo
     """
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+        store = (
+            dist.TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            if rank == 0
+            else None
+        )
         host, port = json.loads(gather("" if store is None else json.dumps([local, store.port]))[0])
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=limit)

@@ -1,0 +1,206 @@
+"""Training with DDP whose ranks are killed (SIGKILL), under a launcher that lets the others live."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.torch import HookState, Shrunk
+from tests.support.ports import free_port
+from topoplan.errors import BackendError
+
+STEPS, SECONDS, LIMIT_SECONDS = 12, 20.0, 150.0
+"""Of training; timeout of the ranks; what has not reported by then hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a job does.
+
+    Parameters
+    ----------
+    size : int
+    killed : dict of rank to float
+        In which step, between forward and backward; a fraction of a step lets so many tenths of a second pass.
+    group : str
+        gloo or topoplan.
+    hook : dict or None
+        Of `HookState`; None for DDP's own averages over the process group.
+    ddp : dict
+        Of DDP.
+    buffers : bool
+        Whether the model has some.
+    """
+
+    size: int
+    killed: Mapping[int, float]
+    group: str = "gloo"
+    hook: Mapping[str, Any] | None = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    buffers: bool = False
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    """Of a rank that was counted so at the beginning."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(16, 5, generator=generator, dtype=torch.float64)
+
+
+def network(*, buffers: bool = False) -> nn.Sequential:
+    """The same on all ranks."""
+    torch.manual_seed(3)
+    between = nn.BatchNorm1d(40) if buffers else nn.Tanh()
+    return nn.Sequential(nn.Linear(5, 40), between, nn.Linear(40, 2)).double()
+
+
+def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    """What is trained."""
+    found: torch.Tensor = (model(given) - given[:, :2].sin()).square().mean()
+    return found
+
+
+def trained(me: int, what: Training) -> dict[str, Any]:
+    """What a rank that lives has in the end."""
+    model = DistributedDataParallel(network(buffers=what.buffers), bucket_cap_mb=0.001, **what.ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates: list[float] = []
+
+    def rescaled(shrunk: Shrunk) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= shrunk.new_size / shrunk.old_size
+            rates.append(group["lr"])
+
+    state = None
+    if what.hook is not None:
+        state = HookState(
+            timeout=SECONDS,
+            on_failure="shrink",
+            on_shrink=rescaled,
+            parameters=model.parameters(),
+            **what.hook,
+        )
+        state.register(model)
+    found: dict[str, Any] = {"buckets": 0}
+    sizes, errors = [], 0
+    averages = [torch.zeros_like(one) for one in model.parameters()]
+    given = [torch.zeros_like(one) for one in model.parameters()]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        try:
+            loss = loss_of(model, inputs(me, step))
+        except BackendError:  # the rank is gone that would have sent the buffers
+            errors += 1
+            loss = loss_of(model, inputs(me, step))
+        if me in what.killed and step == int(what.killed[me]):
+            late = what.killed[me] % 1 / 10
+            if late:
+                threading.Timer(late, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if not what.buffers:
+            for rank in range(what.size):
+                if what.killed.get(rank, STEPS) > step:
+                    own = torch.autograd.grad(
+                        loss_of(model.module, inputs(rank, step)), list(model.parameters())
+                    )
+                    given = [one + more for one, more in zip(given, own, strict=True)]
+        loss.backward()
+        size = dist.get_world_size() if state is None else state.size
+        for total, one in zip(averages, model.parameters(), strict=True):
+            total += size * one.grad
+        sizes.append(size)
+        optimizer.step()
+    if state is not None:
+        state.finish()
+        residuals = state.state_dict()["residuals"]
+        found |= {
+            "shrunk": [(one.step, one.without, one.new_size, one.lost.norm) for one in state.shrunk],
+            "rates": rates,
+            "place": [state.rank, state.size, state.communicator.size],
+            "kept": [
+                residuals[number].tolist() if number in residuals else [0.0] * one.numel()
+                for number, one in enumerate(given)
+            ],
+        }
+        state.close()
+    if what.group == "topoplan":
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        dist.barrier()
+        found["group"] = [dist.get_rank(), dist.get_world_size(), ones.tolist()]
+    found |= {
+        "sizes": sizes,
+        "errors": errors,
+        "missing": [(one - sent).flatten().tolist() for one, sent in zip(given, averages, strict=True)],
+        "parameters": [one.tolist() for one in model.module.parameters()],
+        "buffers": [one.tolist() for one in model.module.buffers()],
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def work(me: int, port: int, what: Training, reports: Connection) -> None:
+    """The life of a rank."""
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if what.group == "topoplan":
+        os.environ["TOPOPLAN_ON_FAILURE"] = "shrink"
+    meeting = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group(what.group, init_method=meeting, rank=me, world_size=what.size, timeout=limit)
+    try:
+        found = trained(me, what)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    reports.send_bytes(json.dumps(found).encode())
+    sys.stdout.flush()
+    os._exit(0)  # where training has failed gloo's group may not end
+
+
+def played(what: Training) -> dict[int, dict[str, Any]]:
+    """What each rank that is not killed reports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["collectives.torch", "tests.jobs.torch_recovery_ranks"])
+    port = free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(what.size)]
+    ranks = [
+        context.Process(target=work, args=(rank, port, what, pipes[rank][1]), daemon=True)
+        for rank in range(what.size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for _, writer in pipes:
+        writer.close()
+    told: dict[int, dict[str, Any]] = {}
+    try:
+        for rank, (reader, _) in enumerate(pipes):
+            if rank in what.killed:
+                continue
+            if not reader.poll(LIMIT_SECONDS):
+                told[rank] = {"error": "hangs"}
+                continue
+            try:
+                told[rank] = json.loads(reader.recv_bytes())
+            except EOFError:
+                told[rank] = {"error": "ended without a word"}
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()
+        for reader, _ in pipes:
+            reader.close()
+    return told
