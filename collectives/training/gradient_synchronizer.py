@@ -76,6 +76,15 @@ class GradientSynchronizer:
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
         Of the back end between GPUs, as `Communicator` takes them.
+    on_failure : str
+        What to do where a rank dies: "raise", or with tcp and shared "shrink" to go on without it (`Communicator`).
+        A bucket is then averaged over the ranks whose gradients were added up, also where in one step that are four in
+        the first buckets and three in the others; on all ranks that are left the same bits. What the lost rank had kept
+        of sparse gradients, low ranks or significance is lost, that of the others is used as ever. `recorder` and
+        `collectives.report` say who was lost, and in which step and bucket. Not with SSP, ASP and Gossip.
+    on_change : callable, optional
+        Called with the numbers of ranks before and after when other ranks have taken part than before: at the end of
+        the step, before its averages are returned, in the same step on all ranks. Here a rate of learning is scaled.
     name : str
         Of the recorder.
 
@@ -123,6 +132,8 @@ class GradientSynchronizer:
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
+        on_failure: str = "raise",
+        on_change: Callable[[int, int], object] | None = None,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
@@ -139,11 +150,14 @@ class GradientSynchronizer:
         )
         opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
         try:
-            self.communicator = comm = Communicator(meant, opened, timeout=timeout)
+            self.communicator = comm = Communicator(meant, opened, timeout=timeout, on_failure=on_failure)
             self.recorder = watch(Recorder(name, ranks=comm.size))
+            self.recorder.among = self._among = comm.seats
+            self._on_change, self._notes = on_change, 0
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
+                self._check_goes_on(how)
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
             self._agree(f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}")
             self._averager = averager(comm, how, self.recorder, timeout=timeout)
@@ -268,6 +282,11 @@ class GradientSynchronizer:
         """
         comm = self.communicator
         with self._refusing("joining"):
+            if comm.on_failure == "shrink" and (use is None or divide_by == "present"):
+                raise UsageError(
+                    "whether a rank that dies had data is not known to the others; with on_failure='shrink' join takes "
+                    "use=... and divide_by='all'"
+                )
             if (use is None) == (parameters is None):
                 raise UsageError(
                     "ranks that have run out of data would be left with old parameters; give join either use=..., "
@@ -320,6 +339,7 @@ class GradientSynchronizer:
         self._heard = self.recorder.step
         if self._averaged < self._averager.due:
             self._averager.mix(self._by_parameter(parameters))
+            self._tell_of_change()
             self._averaged, self._apart = self._averager.due, isinstance(self.mode, Gossip)
             if self._proximal is not None:
                 self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
@@ -503,9 +523,43 @@ class GradientSynchronizer:
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
         averages = self._exchange.finish(outs)
+        self._tell_of_change()
         if self._proximal is not None:
             self._proximal.add_to(averages)
         return averages[0] if self.communicator.one_rank else averages
+
+    def _check_goes_on(self, how: ExchangeSettings) -> None:
+        """Raise `UsageError` where gradients are exchanged in a way that cannot go on without a rank."""
+        comm = self.communicator
+        if comm.on_failure != "shrink":
+            return
+        if not comm.one_rank:
+            raise UsageError(
+                f"the {comm.backend} back end has all ranks in this process, which live and die together; leave "
+                "on_failure='shrink' out"
+            )
+        if not isinstance(self.mode, BSP | LocalSGD):
+            raise UsageError(
+                f"ranks of {self.mode} send to each other one by one and cannot go on without one; use bsp or local "
+                "with on_failure='shrink'"
+            )
+        narrow = sorted({one.dtype for one in self.buckets if one.dtype in ("float16", "bfloat16")})
+        if how.low_rank is not None and narrow:
+            raise UsageError(
+                f"low ranks of {narrow[0]} are divided by the number of ranks before they are added up, and that may "
+                "change meanwhile; give float32 with on_failure='shrink'"
+            )
+
+    def _tell_of_change(self) -> None:
+        """At the end of what all ranks exchange alike: whether others took part in it than before."""
+        before, self._among = self._among, self.recorder.among
+        if before == self._among:
+            return
+        notes = self.communicator.notes
+        self.recorder.explain_changes(self._averager.norm_kept(), notes[self._notes :])
+        self._notes = len(notes)
+        if self._on_change is not None and len(before) != len(self._among):
+            self._on_change(len(before), len(self._among))
 
     @contextlib.contextmanager
     def _refusing(self, when: str = "") -> Iterator[None]:
@@ -521,6 +575,7 @@ class GradientSynchronizer:
     def _average(self, parameters: Any) -> None:
         """Average the parameters now."""
         average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
+        self._tell_of_change()
         self._heard = self.recorder.step
         self._averaged = self._averager.due
         self._apart = False
