@@ -206,7 +206,9 @@ def repeated_alone(what: Training, report: Mapping[str, Any]) -> tuple[list[str]
             else:
                 if kept[key]:
                     comm.restore_sparse_state({key: [kept[key][rank] for rank in among]})
-                (average, *_) = comm.sparse_all_reduce(lines, op="avg", key=key, **options)
+                # one that is alone has no trees
+                how = options if len(among) > 1 else {**options, "exchange": "auto"}
+                (average, *_) = comm.sparse_all_reduce(lines, op="avg", key=key, **how)
                 kept[key] |= dict(zip(among, comm.sparse_state()[key], strict=True))
             for place, index in enumerate(bucket.members):
                 part = average[bucket.borders[place] : bucket.borders[place + 1]]
