@@ -139,6 +139,14 @@ class Averager(ABC):
         """Norm of what this process's ranks have kept of gradients; None where they keep nothing."""
         return None
 
+    def common(self) -> dict[str, NDArray[Any]]:
+        """What all ranks have alike besides parameters: a rank that comes later needs it."""
+        return {}
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from what `common` gave on another rank."""
+        return
+
     def mix(self, parameters: Sequence[Any]) -> None:
         """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
 
@@ -288,6 +296,19 @@ class InStepAverager(Averager):
     def drop_unused(self) -> str:
         """See `Averager.drop_unused`."""
         return "" if self._memory is None else told(self._memory.drop_unused())
+
+    def common(self) -> dict[str, NDArray[Any]]:
+        """See `Averager.common`: the matrices with which low ranks go on."""
+        return (
+            {}
+            if self._low_rank is None
+            else {key: one for key, (one, *_) in self._low_rank.memory.arrays.items()}
+        )
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """See `Averager.restore_common`."""
+        if self._low_rank is not None:
+            self._low_rank.memory.arrays = {key: [one] for key, one in state.items()}
 
     def norm_kept(self) -> float | None:
         """See `Averager.norm_kept`."""

@@ -22,6 +22,7 @@ from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
+from collectives.training.newcomers import hand_on
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -72,6 +73,9 @@ class GradientSynchronizer:
         their bits: 8 or 16.
     significance : Significance or float, optional
         Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+    invitation : str, optional
+        By which this process comes in where a rank is gone (`Communicator.invitation`): the others let it in by `grow`,
+        which it calls first. Plan, back end and ``on_failure`` are theirs.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
@@ -134,6 +138,7 @@ class GradientSynchronizer:
         exact: bool = True,
         on_failure: str = "raise",
         on_change: Callable[[int, int], object] | None = None,
+        invitation: str | None = None,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
@@ -148,9 +153,15 @@ class GradientSynchronizer:
             codes=IntegerCodes.of(codes),
             significance=Significance.of(significance),
         )
-        opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
+        self._comes = invitation is not None
+        opened: Backend[Any] | None = None
         try:
-            self.communicator = comm = Communicator(meant, opened, timeout=timeout, on_failure=on_failure)
+            if invitation is None:
+                opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
+                comm = Communicator(meant, opened, timeout=timeout, on_failure=on_failure)
+            else:
+                comm = Communicator.join(invitation, wait=timeout)
+            self.communicator = comm
             self.recorder = watch(Recorder(name, ranks=comm.size))
             self.recorder.among = self._among = comm.seats
             self._on_change, self._notes = on_change, 0
@@ -159,7 +170,9 @@ class GradientSynchronizer:
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
                 self._check_goes_on(how)
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
-            self._agree(f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}")
+            self._alike = f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}"
+            if not self._comes:
+                self._agree(self._alike)
             self._averager = averager(comm, how, self.recorder, timeout=timeout)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
@@ -173,8 +186,10 @@ class GradientSynchronizer:
                 self._proximal = Proximal(self.mode.proximal, comm.arrays, first)
             log_start(comm, how)
         except BaseException:
-            if opened is not backend:
+            if opened is not None and opened is not backend:
                 opened.close()
+            elif self._comes and hasattr(self, "communicator"):
+                self.communicator.close()
             raise
 
     def step(self, gradients: Any, *, out: Any = None) -> Any:
@@ -319,6 +334,57 @@ class GradientSynchronizer:
                 self._copy_from_last(weights, last)
         finally:
             self._exchange.presence = None
+
+    def grow(self, arrays: Any) -> tuple[int, ...]:
+        """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
+
+        All ranks call it at the same steps, each time or every so many; it costs them a meeting with short texts. One
+        that was made with an ``invitation`` calls it first of all, and is then where the others are: in the same step,
+        with their arrays. It has kept nothing of gradients; in `LocalSGD` its parameters are those of one of them.
+
+        Parameters
+        ----------
+        arrays : list of arrays
+            What steps change: parameters, moments. Those of a rank that comes are changed in place.
+
+        Returns
+        -------
+        tuple of int
+            Those that have come, by their numbers in the first plan.
+
+        Raises
+        ------
+        UsageError
+            A step is not over; or a rank that comes has other parameters, settings or arrays, and the others go on
+            without it.
+        BackendError
+            Another rank failed.
+        """
+        comm = self.communicator
+        with self._refusing("growing"):
+            self._check_between_steps()
+            if self._exchange.presence is not None:
+                raise UsageError("who comes has not entered join; let others in outside of it")
+            if comm.on_failure != "shrink" or not comm.one_rank:
+                raise UsageError("ranks that raise when one dies let nobody in; use on_failure='shrink'")
+        before = self.recorder.among
+        if not self._comes and not comm.grow():
+            return ()
+        with self._refusing("growing"):
+            among = hand_on(
+                comm,
+                arrays,
+                has_it=not self._comes,
+                alike=f"{self._same()['layout']} {self._alike}",
+                give=self._common,
+                take=self._take_common,
+            )
+        if self._comes:
+            self._comes = False
+            before = self.recorder.among = self._among = among
+            self.recorder.ranks = len(among)
+            return (comm.seats[comm.rank],)
+        return tuple(seat for seat in among if seat not in before)
 
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
@@ -511,7 +577,7 @@ class GradientSynchronizer:
         for bucket in self.buckets:
             likes = [one[bucket.members[0]] for one in parameters]
             memory.append(BucketMemory(bucket, shapes, comm, likes))
-            if how.density is not None:
+            if how.density is not None and not self._comes:
                 lines = memory[-1].given or likes
                 comm.explain(
                     lines[0] if comm.one_rank else lines,
@@ -549,6 +615,22 @@ class GradientSynchronizer:
                 f"low ranks of {narrow[0]} are divided by the number of ranks before they are added up, and that may "
                 "change meanwhile; give float32 with on_failure='shrink'"
             )
+
+    def _common(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What all ranks have alike besides the caller's arrays."""
+        numbers = [self.recorder.step, self._averaged, self._heard, self._averager.due, self._apart]
+        pulled = {} if self._proximal is None else self._proximal.common()
+        kept = {f"kept {name}": one for name, one in self._averager.common().items()}
+        return {"numbers": np.array(numbers), **pulled, **kept}
+
+    def _take_common(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Go on from what `_common` gave on another rank."""
+        step, self._averaged, self._heard, self._averager.due, apart = map(int, state["numbers"])
+        self.recorder.step, self._apart = step, bool(apart)
+        if self._proximal is not None:
+            self._proximal.restore_common(state)
+        kept = {name[5:]: one for name, one in state.items() if name.startswith("kept ")}
+        self._averager.restore_common(kept)
 
     def _tell_of_change(self) -> None:
         """At the end of what all ranks exchange alike: whether others took part in it than before."""
@@ -626,7 +708,9 @@ class GradientSynchronizer:
             comm.broadcast(given, root=root, out=given)
 
     def _check_heard(self) -> None:
-        """Whether `after_step` was called in the step before, where it has something to do."""
+        """Whether `grow` and `after_step` were called before, where they have something to do."""
+        if self._comes:
+            raise UsageError("this rank has come in later and has not what the others have; call grow first")
         if isinstance(self.mode, APART) and self._heard != self.recorder.step:
             raise UsageError(
                 f"{self.mode} averages parameters when it is told that they have "
