@@ -83,6 +83,9 @@ def train(options: argparse.Namespace) -> None:
         optimiser.state[one]["momentum_buffer"] = moment
     weights = [one.detach().numpy() for one in parameters]
     state = [*weights, *(one.numpy() for one in moments)]
+    # before it meets the others, who would wait for that
+    shown, labels = (torch.from_numpy(part) for part in images(TRAINED, seed=1))
+    new, their_labels = (torch.from_numpy(part) for part in images(TESTED, seed=2))
     share = 1.0
 
     def change(old: int, new: int) -> None:
@@ -112,8 +115,6 @@ def train(options: argparse.Namespace) -> None:
             (folder / "invitation").write_text(comm.invitation)
         if comes:
             synchronizer.grow(state)
-        shown, labels = (torch.from_numpy(part) for part in images(TRAINED, seed=1))
-        new, their_labels = (torch.from_numpy(part) for part in images(TESTED, seed=2))
         draws = torch.Generator().manual_seed(options.seed)
         numbers = [
             torch.randint(0, TRAINED, (options.processes, options.batch), generator=draws)

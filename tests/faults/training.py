@@ -1,4 +1,5 @@
-"""Kills ranks (SIGKILL) that train, at any moment of a step, and lets the others go on: every bit is checked.
+"""Kills ranks (SIGKILL) that train, at any moment of a step, and lets the others go on, and others come: every bit is
+checked.
 
 What the survivors have is compared with the same steps in one process, without faults: each bucket averaged over the
 ranks that, as they say, have given theirs, by the plan of those ranks, with what each of them had kept.
@@ -6,16 +7,17 @@ ranks that, as they say, have given theirs, by the plan of those ranks, with wha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,17 +60,30 @@ class Training:
     deaths: Mapping[int, tuple[int, float]]
     steps: int = 12
     options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
+    back: int | None = None
 
     def __str__(self) -> str:
         died = ", ".join(f"{rank} in {step} after {late:.4f} s" for rank, (step, late) in self.deaths.items())
         return f"{self.backend} {self.size} ranks, {died or 'nobody dies'}, {dict(self.options)}"
 
 
-def gradients_of(rank: int, step: int, weights: list[Array], dtype: str) -> list[Array]:
+def gradients_of(seat: int, step: int, weights: list[Array]) -> list[Array]:
     """Noise about the weights, so that runs that differ once differ for good."""
-    draw = np.random.default_rng([rank, step])
-    return [(0.5 * one + draw.standard_normal(one.shape)).astype(dtype) for one in weights]
+    draw = np.random.default_rng([seat, step])
+    return [(0.5 * one + draw.standard_normal(one.shape)).astype(np.float32) for one in weights]
+
+
+def move(weights: list[Array], moments: list[Array], averages: list[Array]) -> None:
+    """A step of the optimiser."""
+    for weight, moment, average in zip(weights, moments, averages, strict=True):
+        moment *= np.float32(0.5)
+        moment += average
+        weight -= np.float32(RATE) * moment
+
+
+def zeros() -> list[Array]:
+    """Weights or moments at the beginning."""
+    return [np.zeros(shape, np.float32) for shape in SHAPES]
 
 
 def digest(weights: list[Array]) -> str:
@@ -76,38 +91,51 @@ def digest(weights: list[Array]) -> str:
     return sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
 
 
-def life(rank: int, plan: Plan, meeting: str, what: Training, reports: Connection) -> None:
+def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection, comes: bool) -> None:
     """Of a rank: steps, and what it has seen."""
-    weights = [np.zeros(shape, what.dtype) for shape in SHAPES]
-    seen: dict[str, Any] = {"digests": [], "plans": {}, "told": [], "ready": False}
+    weights, moments = zeros(), zeros()
+    seen: dict[str, Any] = {"digests": {}, "plans": {}, "told": []}
     local = str(what.options.get("mode", "bsp")).startswith("local")
+    invitation = Path(folder, "invitation")
+    made: dict[str, Any] = (
+        {"invitation": invitation.read_text()}
+        if comes
+        else {"plan": plan, "backend": opened(what.backend, rank, what.size, f"unix:{folder}/meeting")}
+    )
     try:
         with GradientSynchronizer(
             weights,
-            plan,
-            backend=opened(what.backend, rank, what.size, meeting),
+            **made,
             bucket_bytes=BUCKET_BYTES,
             on_failure="shrink",
             on_change=lambda old, new: seen["told"].append([synchronizer.recorder.step, old, new]),
             **what.options,
         ) as synchronizer:
-            comm = synchronizer.communicator
-            comm.gather_texts("all are here")
-            for step in range(what.steps):
-                if rank in what.deaths and what.deaths[rank][0] == step:
+            comm, recorder = synchronizer.communicator, synchronizer.recorder
+            if comes:
+                synchronizer.grow([*weights, *moments])
+                seen["came"] = recorder.step
+            else:
+                if comm.gather_texts(comm.invitation) and rank == 0:
+                    Path(folder, "new").write_text(comm.invitation)
+                    Path(folder, "new").rename(invitation)
+                comm.gather_texts("it is there")
+            while (step := recorder.step) < what.steps:
+                if rank in what.deaths and what.deaths[rank][0] == step and not comes:
                     threading.Timer(what.deaths[rank][1], dies).start()
-                given = gradients_of(rank, step, weights, what.dtype)
-                for one, average in zip(weights, synchronizer.step(given, out=given), strict=True):
-                    one -= np.asarray(RATE, what.dtype) * average
+                while step == what.back and comm.size < what.size:
+                    synchronizer.grow([*weights, *moments])
+                given = gradients_of(comm.seats[comm.rank], step, weights)
+                move(weights, moments, synchronizer.step(given, out=given))
                 synchronizer.after_step(weights)
                 if not local:
-                    seen["digests"].append(digest(weights))
+                    seen["digests"][str(step)] = digest([*weights, *moments])
                 seen["plans"][str(list(comm.seats))] = comm.plan.to_json()
             synchronizer.finish(weights)
-            seen["digests"].append(digest(weights))
-            changes = synchronizer.recorder.changes()
+            seen["digests"]["last"] = digest(weights)
             seen["changes"] = [
-                [one.step, one.key, one.before, one.after, one.repeated, one.kept] for one in changes
+                [one.step, one.key, one.before, one.after, one.repeated, one.kept]
+                for one in recorder.changes()
             ]
             seen |= {"epoch": comm.epoch, "notes": comm.notes, "seats": comm.seats}
             seen["residuals"] = {
@@ -118,48 +146,44 @@ def life(rank: int, plan: Plan, meeting: str, what: Training, reports: Connectio
     reports.send_bytes(json.dumps(seen).encode())
 
 
-@contextlib.contextmanager
-def started(plan: Plan, what: Training) -> Iterator[list[Connection]]:
-    """What the processes of a job say; all of them are gone behind it."""
+def trained(what: Training) -> dict[int, dict[str, Any]]:
+    """What each rank reports that is there in the end, by its seat; all processes are gone behind it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend", "tests.faults.training"])
+    running: dict[int, tuple[BaseProcess, Connection]] = {}
+    reports: dict[int, dict[str, Any]] = {}
+    plan, deadline = plan_for(what.size), time.monotonic() + START_SECONDS + LIMIT_SECONDS
+
+    def start(rank: int, *, comes: bool) -> None:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=life, args=(rank, plan, folder, what, writer, comes), daemon=True)
+        process.start()
+        writer.close()
+        running[rank] = process, reader
+
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(what.size)]
-        processes = [
-            context.Process(
-                target=life, args=(rank, plan, f"unix:{folder}/meeting", what, pipes[rank][1]), daemon=True
-            )
-            for rank in range(what.size)
-        ]
-        for process in processes:
-            process.start()
-        for _, writer in pipes:
-            writer.close()
         try:
-            yield [reader for reader, _ in pipes]
+            for rank in range(what.size):
+                start(rank, comes=False)
+            waiting = {one[1]: rank for rank, one in running.items()}
+            while waiting and time.monotonic() < deadline:
+                for ready in wait(waiting, 0.5):
+                    rank = waiting.pop(ready)  # type: ignore[arg-type]
+                    try:
+                        reports[rank] = json.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                    except EOFError:
+                        running[rank][0].join()
+                        if rank in what.deaths and what.back is not None:
+                            start(rank, comes=True)
+                            waiting[running[rank][1]] = rank
+                        elif rank not in what.deaths:
+                            reports[rank] = {"message": "ended without a word"}
+            reports |= {rank: {"message": "hangs"} for rank in waiting.values()}
         finally:
-            for process in processes:
+            for process, reader in running.values():
                 process.kill()
                 process.join()
-            for reader, _ in pipes:
                 reader.close()
-
-
-def trained(what: Training) -> dict[int, dict[str, Any]]:
-    """What each survivor reports."""
-    reports: dict[int, dict[str, Any]] = {}
-    with started(plan_for(what.size), what) as readers:
-        deadline = time.monotonic() + START_SECONDS + LIMIT_SECONDS
-        for rank, reader in enumerate(readers):
-            if rank in what.deaths:
-                continue
-            if not reader.poll(max(0.0, deadline - time.monotonic())):
-                reports[rank] = {"message": "hangs"}
-                continue
-            try:
-                reports[rank] = json.loads(reader.recv_bytes())
-            except EOFError:
-                reports[rank] = {"message": "ended without a word"}
     return reports
 
 
@@ -171,13 +195,15 @@ def changes_of(report: Mapping[str, Any]) -> list[ChangeRecord]:
     ]
 
 
-def repeated_alone(what: Training, report: Mapping[str, Any]) -> tuple[list[str], dict[int, dict[str, str]]]:
+def repeated_alone(
+    what: Training, report: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
     """The same in one process, bucket by bucket: digests of parameters, and of what ranks keep at last."""
     options = {"density": None, "exchange": "auto", "momentum": 0.0, **what.options}
     every = tuple(range(what.size))
     plans = {every: plan_for(what.size)}
     plans |= {tuple(json.loads(seats)): Plan.from_json(text) for seats, text in report["plans"].items()}
-    weights = [np.zeros(shape, what.dtype) for shape in SHAPES]
+    weights, moments = zeros(), zeros()
     with GradientSynchronizer(
         [weights] * what.size, plans[every], backend="loopback", bucket_bytes=BUCKET_BYTES
     ) as plain:
@@ -185,13 +211,17 @@ def repeated_alone(what: Training, report: Mapping[str, Any]) -> tuple[list[str]
     changes, among = changes_of(report), every
     kept: dict[str, dict[int, Any]] = {f"bucket {one.number}": {} for one in buckets}
     comms = {ranks: Communicator(plan) for ranks, plan in plans.items()}
-    found = []
+    found = {}
     for step in range(what.steps):
-        given = {rank: gradients_of(rank, step, weights, what.dtype) for rank in every}
+        given = {rank: gradients_of(rank, step, weights) for rank in every}
+        averages: list[Array] = [np.zeros(0)] * len(SHAPES)
         for bucket in buckets:
             key = f"bucket {bucket.number}"
             while changes and (changes[0].step, changes[0].key) == (step, key):
-                among = changes.pop(0).after
+                among = changes[0].after
+                for of in (one for one in kept.values() if one):
+                    of |= {rank: _nothing(next(iter(of.values()))) for rank in changes[0].joined}
+                changes.pop(0)
             lines = [
                 np.concatenate([given[rank][index].reshape(-1) for index in bucket.members]) for rank in among
             ]
@@ -207,13 +237,22 @@ def repeated_alone(what: Training, report: Mapping[str, Any]) -> tuple[list[str]
                 kept[key] |= dict(zip(among, comm.sparse_state()[key], strict=True))
             for place, index in enumerate(bucket.members):
                 part = average[bucket.borders[place] : bucket.borders[place + 1]]
-                weights[index] -= np.asarray(RATE, what.dtype) * part.reshape(SHAPES[index])
-        found.append(digest(weights))
-    found.append(digest(weights))
+                averages[index] = part.reshape(SHAPES[index])
+        move(weights, moments, averages)
+        found[str(step)] = digest([*weights, *moments])
+    found["last"] = digest(weights)
     residuals = {
         rank: {key: digest([of[rank]["residual"]]) for key, of in kept.items() if of} for rank in among
     }
     return found, residuals
+
+
+def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank has kept that has just come."""
+    return {
+        name: np.zeros_like(one) if isinstance(one, np.ndarray) else 0 if name == "step" else one
+        for name, one in like.items()
+    }
 
 
 def faults_of(what: Training, reports: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -221,24 +260,31 @@ def faults_of(what: Training, reports: Mapping[int, Mapping[str, Any]]) -> list[
     found = [f"rank {rank}: {one['message']}" for rank, one in reports.items() if "message" in one]
     if found:
         return found
-    first, *others = reports.values()
-    for name in ("digests", "told", "seats", "epoch"):
-        if any(one[name] != first[name] for one in others):
-            found.append(f"ranks differ in {name}: {[one[name] for one in reports.values()]}")
-    if any(changes_of(one) != changes_of(first) for one in others):
-        found.append(f"ranks differ in changes: {[one['changes'] for one in reports.values()]}")
-    if not {rank for rank in range(what.size) if rank not in what.deaths} <= set(first["seats"]):
+    first = next(one for one in reports.values() if "came" not in one)
+    for rank, one in reports.items():
+        came = "came" in one
+        for name in ("seats", "epoch") if came else ("seats", "epoch", "told"):
+            if one[name] != first[name]:
+                found.append(f"rank {rank} has another {name}: {one[name]}, and {first[name]}")
+        if not came and changes_of(one) != changes_of(first):
+            found.append(f"rank {rank} has other changes: {one['changes']}, and {first['changes']}")
+        wrong = [step for step, told in one["digests"].items() if told != first["digests"][step]]
+        if wrong:
+            found.append(f"rank {rank} has other parameters from step {wrong[0]} on")
+        expected = what.steps - one["came"] if came else what.steps
+        if len(one["digests"]) not in (1, expected + 1):
+            found.append(f"rank {rank} has made {len(one['digests']) - 1} steps of {expected}")
+    here = set(range(what.size)) if what.back is not None else set(range(what.size)) - set(what.deaths)
+    if not here <= set(first["seats"]):
         found.append(f"left are {first['seats']}")
     if set(what.options) <= {"density", "exchange", "momentum"}:
         digests, residuals = repeated_alone(what, first)
-        wrong = [
-            step
-            for step, (one, other) in enumerate(zip(digests, first["digests"], strict=True))
-            if one != other
-        ]
+        wrong = [step for step, told in digests.items() if first["digests"][step] != told]
         if wrong:
             found.append(f"parameters are others than without faults, from step {wrong[0]} on")
-        for rank, one in reports.items():
-            if one["residuals"] != residuals.get(rank, {}):
-                found.append(f"rank {rank} has kept other entries")
+        found += [
+            f"rank {rank} has kept other entries"
+            for rank, one in reports.items()
+            if one["residuals"] != residuals.get(rank, {})
+        ]
     return found
