@@ -66,7 +66,7 @@ def launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             if ranks.runs(rank):
                 ranks.lose(rank)
                 if options.back is not None:
-                    ranks.start(rank, {COMES: "1"})
+                    ranks.start(rank, environment={COMES: "1"})
         return ranks.wait()
 
 

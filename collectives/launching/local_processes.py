@@ -99,26 +99,20 @@ class LocalRanks:
         self._lost: list[subprocess.Popen[bytes]] = []
         self._copying: list[threading.Thread] = []
 
-    def start(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start the process of a rank, with variables of its own; also again, in place of one that was lost."""
-        self._start(rank, environment)
-        self.copy(rank)
+    def start(self, *ranks: int, environment: Mapping[str, str] | None = None) -> None:
+        """Start the processes of ranks, with variables of their own; also again, in place of those that were lost."""
+        for rank in ranks:
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            whole = {**os.environ, **place, **self._environment, **(environment or {})}
+            self._at[rank] = _start(self._command, whole, piped=self._prefix)
+        if self._prefix:  # threads, once all have been forked
+            self._copying += [_copy(self._at[rank], rank) for rank in ranks]
 
     def lose(self, rank: int) -> None:
         """Kill the process of a rank (SIGKILL); that it has ended is no failure of the job."""
         process = self._at.pop(rank)
         self._lost.append(process)
         _signal([process], signal.SIGKILL)
-
-    def start_all(self, ranks: int) -> None:
-        """Start the processes of the job: all are forked before a thread copies what one prints."""
-        for rank in range(ranks):
-            self._start(rank, {})
-
-    def copy(self, *ranks: int) -> None:
-        """Begin to copy what they print, where it gets a prefix."""
-        if self._prefix:
-            self._copying += [_copy(self._at[rank], rank) for rank in ranks]
 
     def runs(self, rank: int) -> bool:
         """Whether the process of a rank has not ended."""
@@ -137,10 +131,6 @@ class LocalRanks:
         """Pass on an interrupt from the keyboard."""
         _signal(list(self._at.values()), signal.SIGINT)
         _await_all(list(self._at.values()), self._grace)
-
-    def _start(self, rank: int, environment: Mapping[str, str]) -> None:
-        whole = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), **self._environment, **environment}
-        self._at[rank] = _start(self._command, whole, piped=self._prefix)
 
     def end(self) -> None:
         """End what still runs."""
@@ -178,9 +168,8 @@ def local_ranks(
     }
     ranks = LocalRanks(command, {**world, **(environment or {})}, grace=grace, prefix=prefix)
     try:
-        ranks.start_all(processes)
+        ranks.start(*range(processes))
         rendezvous.start()
-        ranks.copy(*range(processes))
         yield ranks
     except KeyboardInterrupt:
         ranks.interrupt()

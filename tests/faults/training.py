@@ -137,7 +137,7 @@ def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection
                 [one.step, one.key, one.before, one.after, one.repeated, one.kept]
                 for one in recorder.changes()
             ]
-            seen |= {"epoch": comm.epoch, "notes": comm.notes, "seats": comm.seats}
+            seen |= {"epoch": comm.epoch, "seats": comm.seats, "seat": comm.seats[comm.rank]}
             seen["residuals"] = {
                 key: digest([one["residual"] for one in kept]) for key, kept in comm.sparse_state().items()
             }
@@ -170,7 +170,8 @@ def trained(what: Training) -> dict[int, dict[str, Any]]:
                 for ready in wait(waiting, 0.5):
                     rank = waiting.pop(ready)  # type: ignore[arg-type]
                     try:
-                        reports[rank] = json.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                        told = json.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                        reports[told.get("seat", rank)] = told
                     except EOFError:
                         running[rank][0].join()
                         if rank in what.deaths and what.back is not None:
