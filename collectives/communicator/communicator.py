@@ -17,11 +17,13 @@ from collectives.backends.backend import Backend, GivesMemory, HasEngines, Split
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.going_on import CANNOT, Left, Progress, can_go_on, checked_ranks, go_on
 from collectives.communicator.handle import Handle, InOrder, Outcome
+from collectives.communicator.watching import LEAST_BYTES, MODES, Watch, check_watched
 from collectives.communicator.what_is_left import Change, note_on, plan_of_rest
+from collectives.communicator.what_is_slow import SlowLink, SlowRank
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
-from collectives.execution.request import request
+from collectives.execution.request import Request, request
 from collectives.execution.serving import is_helper, serve
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.sparse.explanation import Explanation
@@ -96,6 +98,12 @@ class Communicator:
         case, after which `shrink` may be called. It costs another meeting of the ranks in each collective, memory for
         one result, and with ``out`` a copy of it: results are handed over when all ranks have theirs, so that inputs
         stay intact, also where results take their places, and no rank keeps a result that another cannot get.
+    on_slow : str
+        Whether to look for links and ranks that are slower than the others, in dense collectives of 1 MB and more:
+        "ignore"; "report", in `slow` and `notes`; or "replan", which also moves traffic away from slow links where the
+        model gains more than 10 % by it, and back when they are fast again. ``tcp`` on Linux sees links; other back
+        ends whose ranks are processes see only which rank the others wait for, against which no plan helps. The same
+        on all ranks, who tell each other what they measured before every fourth such collective.
 
     Attributes
     ----------
@@ -149,7 +157,10 @@ class Communicator:
         engine: str = "auto",
         exact: bool = True,
         on_failure: str = "raise",
+        on_slow: str = "ignore",
     ) -> None:
+        if on_slow not in MODES:
+            raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
         if (engine != "auto" or not exact) and not isinstance(backend, str):
@@ -181,6 +192,8 @@ class Communicator:
             check_helpers(plan, opened)
             if on_failure == "shrink" and not can_go_on(opened):
                 raise UsageError(CANNOT.format(name=opened.name))
+            if on_slow != "ignore":
+                check_watched(opened, plan, replans=on_slow == "replan")
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():
@@ -201,6 +214,9 @@ class Communicator:
         """The ranks that are left, as they were counted at the beginning."""
         self._handed_over = 0
         self._execution: Execution[Any] | None = Execution(store, opened, chunks)
+        self._on_slow = on_slow
+        self._watch: Watch | None = None
+        self._watch_anew()
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
 
@@ -213,6 +229,15 @@ class Communicator:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.plan.ranks)
+
+    @property
+    def slow(self) -> tuple[SlowLink | SlowRank, ...]:
+        """The links and ranks that are slower than the others, the same on all ranks; empty where nobody looks.
+
+        Each says in GB/s what a link does and was planned with, or by how much a rank is late, and since when: ``str``
+        is one line. Ranks are judged when the next collective of 1 MB or more begins (see ``on_slow``).
+        """
+        return () if self._watch is None else self._watch.slow
 
     @overload
     def all_reduce(
@@ -766,10 +791,9 @@ class Communicator:
                 root=before.root,
                 about=change.digest,
             )
-            execution.exchange_plans(PlanStore(made))
-            self.plan = made
-            self._renew_sparse(range(len(self.ranks)))
+            self._adopt(made)
             self.notes = (*self.notes, note_on(before, made, change))
+            self._watch_anew()
 
         self._in_order.run(run)
 
@@ -889,14 +913,15 @@ class Communicator:
             raise UsageError("this process is a helper and has nothing to put in; call serve")
         if self._goes_on:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
-        task = execution.repeated(collective, root, op, arrays, out, later=async_op)
+        below = None if self._watch is None else LEAST_BYTES
+        task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
         if task is None:
             try:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
             except UsageError as error:
                 self._refuse(str(error))
                 raise
-            task = partial(execution.run, checked)
+            task = partial(self._run_watched, execution, checked)
         return self._in_order.submit(task) if async_op else self._in_order.run(task)
 
     def _start_to_end(
@@ -912,6 +937,29 @@ class Communicator:
         number = None if root is None else numbers[root]
         task = partial(self._run_to_end, collective, number, op, arrays, out, numbers, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
+
+    def _run_watched(self, execution: Execution[Any], checked: Request[Any]) -> Any:
+        """Run a collective; where somebody asks what is slow measure it, and look before it what there is."""
+        watch = self._watch
+        if watch is None or watch.execution is not execution or not watch.measures(checked):
+            return execution.run(checked)
+        if watch.due:
+            made, news = watch.look(self.plan)
+            self.notes = (*self.notes, *news)
+            if made is not self.plan:
+                self._adopt(made)
+        return watch.run(checked)
+
+    def _adopt(self, made: Plans) -> None:
+        """Go on with another plan for the same ranks."""
+        self._open().exchange_plans(PlanStore(made))
+        self.plan = made
+        self._renew_sparse(range(len(self.ranks)))
+
+    def _watch_anew(self) -> None:
+        """Begin to look for what is slow, by the present plan."""
+        if self._on_slow != "ignore":
+            self._watch = Watch(self._open(), self.plan, replans=self._on_slow == "replan")
 
     def _run_to_end(
         self,
@@ -947,7 +995,7 @@ class Communicator:
                     f"{error}; call it anew among the {self.size} ranks that are left"
                 ) from failure
             try:
-                result = execution.run(replace(checked, outputs=[None]))
+                result = self._run_watched(execution, replace(checked, outputs=[None]))
                 complete = True
                 execution.hand_over()
             except BackendError as error:
@@ -991,6 +1039,7 @@ class Communicator:
         self.notes = (*self.notes, f"epoch {self.epoch}: {told}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
+        self._watch_anew()
         self._renew_sparse([0] if self.one_rank else left.ranks)
 
     def _renew_sparse(self, places: Sequence[int]) -> None:
