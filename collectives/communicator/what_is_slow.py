@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from statistics import median
+from statistics import median, median_low
 
 from topoplan.calibration.links import Key
 from topoplan.calibration.pair_tests import PairTest
@@ -96,7 +96,10 @@ class Told:
         seconds, carried = json.loads(text)
         return cls(
             tuple(seconds),
-            tuple(Carried(*one, tuple((a, b, c) for a, b, c in wires)) for *one, wires in carried),
+            tuple(
+                Carried(source, destination, channel, rate, planned, tuple((a, b, c) for a, b, c in wires))
+                for source, destination, channel, rate, planned, wires in carried
+            ),
         )
 
 
@@ -325,4 +328,4 @@ def _medians(carried: Sequence[Carried]) -> dict[str, float]:
     reached: dict[str, list[float]] = {}
     for one in carried:
         reached.setdefault(one.channel, []).append(one.rate / one.planned)
-    return {channel: median(shares) for channel, shares in reached.items() if len(shares) >= FEWEST}
+    return {channel: median_low(shares) for channel, shares in reached.items() if len(shares) >= FEWEST}
