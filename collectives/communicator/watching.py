@@ -6,8 +6,7 @@ other, before the next one begins, and each judges for itself what is slow (`col
 Small collectives are neither measured nor held up.
 
 With that the plan may change, where the model says that another is more than `GAIN` times as fast on the machine as it
-is now believed to be. A link that the new plan does not use is never measured; so now and then a small allreduce by the
-first plan probes it, of a size that takes `PROBE_SECONDS` over the slow link.
+is now believed to be. What a plan still sends over a slow link tells when it is fast again.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from collectives.communicator.what_is_left import Change, plan_of_rest
 from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
 from collectives.execution.execution import Execution
 from collectives.execution.request import Request
-from topoplan.errors import UsageError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.loads import forest_rate, link_loads
+from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
 
@@ -34,17 +33,11 @@ EVERY = 4
 LEAST_BYTES = 1 << 20
 """Of a buffer; smaller collectives take what messages take, whatever links can do."""
 
-LEAST_BUSY, LEAST_BUSY_PROBED = 0.1, 0.02
-"""Seconds that a link must have been busy for its rate to count: 25 or 5 ticks of the kernel's clock, as a rule."""
+LEAST_BUSY = 0.1
+"""Seconds that a link must have been busy for its rate to count: 25 ticks of the kernel's clock, as a rule."""
 
 GAIN = 1.1
 """How many times faster another plan must be."""
-
-PROBE_SECONDS, PROBE_PART = 0.2, 0.02
-"""What a probe takes over a link that is still slow, and what part of the time of collectives all probes may take."""
-
-PROBE_BYTES = (1 << 16, 1 << 26)
-"""Of the buffer of a probe, at least and at most."""
 
 MODES = ("ignore", "report", "replan")
 """What ``on_slow`` may be."""
@@ -98,7 +91,6 @@ class Watch:
         self._used_at = -1
         self._seconds: list[float] = []
         self._number = self._judged = 0
-        self._since_probe = 0.0
 
     @property
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
@@ -126,7 +118,8 @@ class Watch:
         if kind.collective in MUTUAL and self._number > self._judged:
             self._seconds.append(time.perf_counter() - began)
         self._number += 1
-        self._add_links(plan, self._windows)
+        if not plan.exchanges:
+            self._add_links(plan)
         return result
 
     def look(self, current: Plans) -> tuple[Plans, list[str]]:
@@ -143,20 +136,21 @@ class Watch:
             Another rank failed.
         """
         first, self._judged = self._judged + 1, self._number
-        told = self._tell(self._windows, LEAST_BUSY)
-        self._since_probe += sum(max(seconds) for seconds in zip(*(one.seconds for one in told), strict=True))
-        news = self._judge.hear(told, first)
-        if not news:
-            news = self._probe(current)
+        news = self._judge.hear(self._tell(), first)
+        if news:  # what was counted on, and is yet to be told, was another share
+            self._shares.clear()
+            self._windows.clear()
         if not news or not self._replans:
             return current, news
-        self._shares.clear()
-        made = self.execution.planned(
-            lambda: self._better(current),
-            collective=current.collective,
-            root=current.root,
-            about=Change.of(slow_links=self._judge.believed).digest,
-        )
+        try:
+            made = self.execution.planned(
+                lambda: self._better(current),
+                collective=current.collective,
+                root=current.root,
+                about=Change.of(slow_links=self._judge.believed).digest,
+            )
+        except (InfeasibleError, UsageError) as error:
+            return current, [*news, f"the plan stays, since there is no other: {error}"]
         if made.digest == current.digest:
             return current, [
                 *news,
@@ -172,22 +166,21 @@ class Watch:
         made = plan_of_rest(self._first, Change.of(slow_links=believed)) if believed else self._first
         return made if _rate(made, machine) > GAIN * _rate(current, machine) else current
 
-    def _tell(self, windows: dict[Queue, _Window], least: float) -> list[Told]:
+    def _tell(self) -> list[Told]:
         """Exchange what was measured with all ranks; what was told is measured anew."""
         vertices, carried = self._first.plans[-1].vertices, []
-        for (source, destination, channel), one in sorted(windows.items()):
-            if one.busy >= least:
+        for (source, destination, channel), one in sorted(self._windows.items()):
+            if one.busy >= LEAST_BUSY:
                 ends, rate = (vertices[source], vertices[destination]), one.nbytes / one.busy / 1e9
                 carried.append(
                     Carried(*ends, channel.partition("#")[0], rate, one.planned / one.busy / 1e9, one.wires)
                 )
         mine = Told(tuple(self._seconds), tuple(carried))
-        for queue in [queue for queue, one in windows.items() if one.busy >= least]:
-            del windows[queue]
+        self._windows = {queue: one for queue, one in self._windows.items() if one.busy < LEAST_BUSY}
         self._seconds.clear()
         return [Told.from_json(text) for text in self.execution.gather_texts(mine.to_json())]
 
-    def _add_links(self, plan: Plan, windows: dict[Queue, _Window]) -> None:
+    def _add_links(self, plan: Plan) -> None:
         """Add what the links have carried since they were last looked at."""
         if self._links is None:
             return
@@ -198,7 +191,9 @@ class Watch:
             one = before.get(queue, LinkUse(0, 0.0))
             if queue in shares:
                 share = shares[queue]
-                windows.setdefault(queue, _Window()).add(use.nbytes - one.nbytes, use.busy - one.busy, share)
+                self._windows.setdefault(queue, _Window()).add(
+                    use.nbytes - one.nbytes, use.busy - one.busy, share
+                )
 
     def _shares_of(self, plan: Plan) -> Mapping[Queue, LinkShare]:
         """What a plan counts on for its links, as slow as they are believed to be."""
@@ -207,29 +202,6 @@ class Watch:
             assert self._links is not None, "looked at before"
             self._shares[digest] = self._links.link_shares(plan, self._judge.machine)
         return self._shares[digest]
-
-    def _probe(self, current: Plans) -> list[str]:
-        """Where slow links are not used any more, look now and then whether they are fast again: what is new."""
-        plan = self._first.plans[-1]
-        if self._since_probe * PROBE_PART < PROBE_SECONDS or self._links is None:
-            return []
-        unused = [
-            one
-            for one in self._judge.slow
-            if isinstance(one, SlowLink)
-            and self._judge.may_recover(one.wire)
-            and not _load(current.plans[-1], one.wire)
-            and _load(plan, one.wire)
-        ]
-        if not unused or plan.collective != "allreduce" or plan.exchanges:
-            return []
-        self._since_probe = 0.0
-        nbytes = min(one.measured * 1e9 * PROBE_SECONDS / _load(plan, one.wire) for one in unused)
-        windows: dict[Queue, _Window] = {}
-        self._used = self._links.link_uses()
-        self.execution.run_over(plan, int(min(max(nbytes, PROBE_BYTES[0]), PROBE_BYTES[1])), about="probe")
-        self._add_links(plan, windows)
-        return self._judge.hear_probe(self._tell(windows, LEAST_BUSY_PROBED))
 
 
 def check_watched(backend: Backend[Any], plans: Plans, *, replans: bool) -> None:
@@ -258,10 +230,3 @@ def _rate(plans: Plans, machine: Topology) -> float:
     """GB/s of a plan, of plans by size of that for large buffers, on a machine with the same links, perhaps slower."""
     plan = plans.plans[-1]
     return float(forest_rate(plan.shards, Fabric(machine, plan.channels)) or 0)
-
-
-def _load(plan: Plan, wire: str) -> float:
-    """What a plan sends over a wire for each byte of the buffer."""
-    fabric = Fabric(plan.topology, plan.channels)
-    loads = zip(fabric.links, link_loads(plan.shards, fabric), strict=True)
-    return max((float(load) for link, load in loads if f"{link.src}->{link.dst}" == wire), default=0.0)

@@ -250,20 +250,6 @@ class Judge:
                 news += [] if again is None else [self._not_slow(wire)]
         return news
 
-    def hear_probe(self, told: Sequence[Told]) -> list[str]:
-        """Judge what a probe of links that the plan does not use has measured; returns as `hear`."""
-        carried = [one for rank in told for one in rank.carried if one.channel in self._healthy]
-        keys = sorted({key for one in carried for key in one.wires if f"{key[0]}->{key[1]}" in self.believed})
-        return [
-            self._not_slow(f"{key[0]}->{key[1]}")
-            for key in keys
-            if self._as_planned(f"{key[0]}->{key[1]}", key, carried)
-        ]
-
-    def may_recover(self, wire: str) -> bool:
-        """Whether a slow link is listened to when it is fast again: the first time."""
-        return wire in self.believed and wire not in self._recovered
-
     def _blamed(self, carried: Sequence[Carried]) -> dict[Key, SlowClass]:
         """The links that make connections slow."""
         results = []
@@ -281,7 +267,9 @@ class Judge:
         shares = [
             one.rate / (one.planned * self._healthy[one.channel]) for one in carried if key in one.wires
         ]
-        return self.may_recover(wire) and self.believed[wire] * max(shares) >= SHARE * self._bandwidths[key]
+        return (
+            wire not in self._recovered and self.believed[wire] * max(shares) >= SHARE * self._bandwidths[key]
+        )
 
     def _slower(self, wire: str, key: Key, found: SlowClass, since: int) -> str:
         planned, before = self._bandwidths[key], self._links.get(wire)

@@ -21,8 +21,6 @@ from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import (
     AVERAGED,
@@ -380,17 +378,6 @@ class Execution(Generic[Array]):
         )
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
-
-    def run_over(self, plan: Plan, nbytes: int, *, about: str) -> None:
-        """Run an allreduce of so many bytes of no meaning over the links of another plan for the same ranks.
-
-        All ranks must do so at once; errors as of `run`.
-        """
-        library = self.backend.arrays
-        like = library.of(np.zeros(0, np.uint8))
-        lines = [library.empty((nbytes,), like) for _ in self.backend.ranks]
-        borders = tuple(plan.bounds(nbytes)[1:])
-        self.run_round(plan, borders, op="sum", given=lines, results=lines, about=about)
 
     @property
     def calls(self) -> int:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from collectives.communicator.watching import EVERY
+from collectives.communicator.watching import EVERY, LEAST_BYTES
 from collectives.communicator.what_is_left import Change, left_of, plan_of_rest
 from collectives.communicator.what_is_slow import IN_A_ROW
 from collectives.testbed.commands import commands, shaped
@@ -26,6 +26,7 @@ from topoplan.errors import ProbeError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link
+from topoplan.units import format_size
 
 BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
 
@@ -121,6 +122,9 @@ def run_drop(
     ProbeError, BackendError
         As `run_testbed`.
     """
+    if nbytes < LEAST_BYTES:
+        least = format_size(LEAST_BYTES)
+        raise UsageError(f"{format_size(nbytes)} is too small to be watched; give {least} or more")
     check_memory(nbytes, len(plan.ranks))
     machine = plan.topology
     speeds = _speeds(plan, drops)

@@ -44,14 +44,14 @@ def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
     """And is then believed to have what it reaches of what the others reach."""
     one = judge()
     assert one.hear(told({(0, 3): 0.1}), 1) == []
-    assert one.slow == ()
+    assert not one.slow
     assert one.hear(told({(0, 3): 0.1}), 5) == [
         "gpu0->gpu3: 0.005 GB/s, planned 50: 10% of what other links reach, since collective 1"
     ]
     assert one.believed == {"gpu0->gpu3": 5.0}
     (link,) = one.slow
     assert isinstance(link, SlowLink)
-    assert (link.wire, link.planned, link.share, link.since) == ("gpu0->gpu3", 50.0, pytest.approx(0.1), 1)
+    assert (link.wire, link.planned, round(link.share, 9), link.since) == ("gpu0->gpu3", 50.0, 0.1, 1)
 
 
 def test_one_that_is_slow_now_and_then_is_not() -> None:
@@ -107,14 +107,6 @@ def test_a_link_that_is_fast_again_is_forgotten_once() -> None:
     assert one.believed == {"gpu0->gpu3": 5.0}
 
 
-def test_a_probe_frees_a_link_at_once() -> None:
-    one = judge()
-    for first in (1, 5):
-        one.hear(told({(0, 3): 0.1}), first)
-    assert one.hear_probe(told({}, believed=one.believed)) == []
-    assert one.hear_probe(told({(0, 3): 9.0}, believed=one.believed)) == ["gpu0->gpu3 is not slow any more"]
-
-
 def test_the_link_that_several_connections_share_is_blamed() -> None:
     """On a DGX-2 all that GPU 1 sends is slow: its link to the switch, not those of the others from there."""
     machine = topoplan.load("dgx-2")
@@ -151,7 +143,7 @@ def test_the_rank_that_the_others_wait_for_is_late() -> None:
     one = judge()
     late = of_seconds([0.03, 0.031], [0.03, 0.03], [0.01, 0.008], [0.03, 0.03])
     one.hear(late, 1)
-    assert one.slow == ()
+    assert not one.slow
     one.hear(late, 5)
     (rank,) = one.slow
     assert isinstance(rank, SlowRank)
