@@ -103,7 +103,8 @@ class Communicator:
         "ignore"; "report", in `slow` and `notes`; or "replan", which also moves traffic away from slow links where the
         model gains more than 10 % by it, and back when they are fast again. ``tcp`` on Linux sees links; other back
         ends whose ranks are processes see only which rank the others wait for, against which no plan helps. The same
-        on all ranks, who tell each other what they measured before every fourth such collective.
+        on all ranks, who tell each other what they measured before every fourth such collective, or after 0.2 s of
+        them.
 
     Attributes
     ----------

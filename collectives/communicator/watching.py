@@ -1,9 +1,9 @@
 """Watching a communicator's collectives for links and ranks that are slow, and planning around slow links.
 
 Ranks measure every collective of `LEAST_BYTES` or more: how long it takes, and, where the back end can
-(`MeasuresLinks`), what each link from them has carried in how much busy time. Every `EVERY` of them they tell each
-other, before the next one begins, and each judges for itself what is slow (`collectives.communicator.what_is_slow`).
-Small collectives are neither measured nor held up.
+(`MeasuresLinks`), what each link from them has carried in how much busy time. Every `EVERY` of them, or more where they
+are quick, they tell each other before the next one begins, and each judges for itself what is slow
+(`collectives.communicator.what_is_slow`). Small collectives are neither measured nor held up.
 
 With that the plan may change, where the model says that another is more than `GAIN` times as fast on the machine as it
 is now believed to be. What a plan still sends over a slow link tells when it is fast again.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from collectives.backends.backend import Backend, GathersTexts, LinkShare, LinkUse, MeasuresLinks
@@ -27,8 +28,8 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
 
-EVERY = 4
-"""Collectives that are measured between two judgements."""
+EVERY, MOST, LOOK_SECONDS = 4, 64, 0.2
+"""Collectives that are measured between two judgements: at least and at most, and so many seconds of them."""
 
 LEAST_BYTES = 1 << 20
 """Of a buffer; smaller collectives take what messages take, whatever links can do."""
@@ -91,6 +92,7 @@ class Watch:
         self._used_at = -1
         self._seconds: list[float] = []
         self._number = self._judged = 0
+        self._every = EVERY
 
     @property
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
@@ -104,7 +106,7 @@ class Watch:
     @property
     def due(self) -> bool:
         """Whether to `look` before the next collective that is measured; all ranks say the same."""
-        return self._number - self._judged == EVERY
+        return self._number - self._judged == self._every
 
     def run(self, request: Request[Any]) -> Any:
         """Run a collective and measure it."""
@@ -136,7 +138,11 @@ class Watch:
             Another rank failed.
         """
         first, self._judged = self._judged + 1, self._number
-        news = self._judge.hear(self._tell(), first)
+        told = self._tell()
+        longest = max(sum(one.seconds) for one in told)
+        if longest:
+            self._every = min(MOST, max(EVERY, ceil(LOOK_SECONDS * len(told[0].seconds) / longest)))
+        news = self._judge.hear(told, first)
         if news:  # what was counted on, and is yet to be told, was another share
             self._shares.clear()
             self._windows.clear()

@@ -1,8 +1,8 @@
 """A link that becomes slower in the middle of a run, and ranks that plan around it (``on_slow="replan"``).
 
-The plan runs on its network, then rank 0 shapes the link anew, and all go on until they have planned anew and run that
-plan as often. Beside it stands what the optimum of each machine is by the model. The network has wires for the links
-between any two GPUs and for what the optimum without that rate crosses, so that another plan finds its own.
+The plan runs on its network, then rank 0 shapes the link anew, and all go on until they have judged it and, if they
+have planned anew, run that plan as often. Beside it stands the optimum of each machine by the model. The network has
+wires for the links between any two GPUs and for what that optimum crosses, so that another plan finds its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from collectives.communicator.watching import EVERY, LEAST_BYTES
+from collectives.communicator.watching import EVERY, LEAST_BYTES, MOST
 from collectives.communicator.what_is_left import Change, left_of, plan_of_rest
 from collectives.communicator.what_is_slow import IN_A_ROW
 from collectives.testbed.commands import commands, shaped
@@ -30,8 +30,8 @@ from topoplan.units import format_size
 
 BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
 
-MOST_DURING = (IN_A_ROW + 1) * EVERY
-"""Runs on a slow link after which ranks must have planned anew: a judgement in which it became slow says little."""
+MOST_DURING = MOST + IN_A_ROW * EVERY
+"""Runs on a slow link after which ranks must have judged: the first time is as far away as quick runs let it be."""
 
 
 @dataclass(frozen=True, slots=True)

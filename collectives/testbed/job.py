@@ -55,7 +55,7 @@ class Job:
     drop : dict of str to tuple of str
         For tc in each namespace, after ``runs`` runs; empty where no link becomes slower.
     most_dropped : int
-        Runs from then on until all ranks must have planned anew.
+        Runs from then on, at most, until the ranks say that a link is slow.
     """
 
     commands: Commands

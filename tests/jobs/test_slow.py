@@ -105,7 +105,7 @@ def test_traffic_leaves_a_link_that_becomes_slow(left: dict[tuple[int, int], flo
 
     notes, slow, _, rate = told_by(body)
     assert [one.wire for one in slow] == ["gpu0->gpu3", "gpu3->gpu0"]
-    assert all(0.1 < one.share < 0.35 for one in slow)
+    assert all(0.02 < one.share < 0.5 for one in slow)
     assert len(notes) == 3
     assert notes[-1].startswith("planned anew for that: ")
     assert rate < PLAN.rate
