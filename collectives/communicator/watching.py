@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any
 
 from collectives.backends.backend import Backend, GathersTexts, LinkShare, LinkUse, MeasuresLinks
-from collectives.communicator.what_is_left import Change, plan_of_rest
+from collectives.communicator.what_is_left import Change, Company, plan_of_rest
 from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
 from collectives.execution.execution import Execution
 from collectives.execution.request import Request
@@ -75,13 +75,16 @@ class Watch:
         What runs them.
     plans : Plan or SizePlans
         Of the machine as it was planned.
+    company : Company
+        Whose they are.
     replans : bool
         Whether to plan around slow links.
     """
 
-    def __init__(self, execution: Execution[Any], plans: Plans, *, replans: bool) -> None:
+    def __init__(self, execution: Execution[Any], plans: Plans, company: Company, *, replans: bool) -> None:
         self.execution = execution
         self._first = plans
+        self._company = company
         self._replans = replans
         backend = execution.backend
         self._links = backend if isinstance(backend, MeasuresLinks) and backend.measures else None
@@ -98,6 +101,11 @@ class Watch:
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
         """What is slow by now."""
         return self._judge.slow
+
+    @property
+    def company(self) -> Company:
+        """Who works together, over links as slow as they are believed to be where that is planned with."""
+        return self._company.with_slow(self._judge.believed) if self._replans else self._company
 
     def measures(self, request: Request[Any]) -> bool:
         """Whether a collective is one of those that are measured; all ranks say the same."""
