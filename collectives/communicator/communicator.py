@@ -90,7 +90,7 @@ class Communicator:
     on_failure : str
         What to do where a rank dies in a dense collective: "raise", or "shrink" to go on without it (`shrink`) and
         repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
-        ``tcp`` and ``shared`` can. An average is then one of fewer ranks. What cannot be repeated raises
+        ``tcp``, ``shared`` and ``mpi`` can. An average is then one of fewer ranks. What cannot be repeated raises
         `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
         fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives raise in any
         case, after which `shrink` may be called. It costs another meeting of the ranks in each collective, memory for
@@ -988,6 +988,9 @@ class Communicator:
         self._numbers = tuple(self._numbers[rank] for rank in left.ranks)
         self.epoch = left.epoch
         told = note_on(before, left.plans, change) if change.without else "all ranks go on"
+        if left.backend.name != self.backend:
+            told += f"; over {left.backend.name}, before {self.backend}"
+            self.backend = left.backend.name
         self.notes = (*self.notes, f"epoch {self.epoch}: {told}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)

@@ -22,7 +22,7 @@ from topoplan.plans.plan import Plans
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback and shared can, and tcp without wires and helpers)"
+    "(loopback, shared and mpi can, and tcp without wires and helpers)"
 )
 
 

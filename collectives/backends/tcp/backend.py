@@ -233,25 +233,16 @@ class TcpBackend(OneRank):
         survivors = self.survivors
         assert survivors is not None, "looked at before"
         self._leave()
-        address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
-        try:
-            made = TcpBackend(
-                rank,
-                size,
-                rendezvous=address,
-                pace=self._pace,
-                timeout=self._timeout,
-                flight_bytes=self._flight_bytes,
-                arrays=self.arrays,
-                survivors=survivors,
-            )
-        except BaseException:
-            if place is not None:
-                place.close()
-            raise
-        if place is not None:
-            made.then.append(place.close)
-        return made
+        return by_links(
+            gather,
+            rank=rank,
+            size=size,
+            timeout=self._timeout,
+            survivors=survivors,
+            pace=self._pace,
+            flight_bytes=self._flight_bytes,
+            arrays=self.arrays,
+        )
 
     def follow(self) -> Signature | None:
         """See `Follows.follow`."""
@@ -609,3 +600,29 @@ class TcpBackend(OneRank):
         self._network.close()
         self._world.end()
         self._bell.close()
+
+
+def by_links(
+    gather: Gather, *, rank: int, size: int, timeout: float, survivors: Survivors, **options: Any
+) -> TcpBackend:
+    """The back end among ranks that are left, whatever carried their collectives before; all of them call it.
+
+    Parameters
+    ----------
+    gather : callable
+        Over them.
+    rank, size, timeout, survivors
+        As `TcpBackend` takes them, and other options of it.
+    """
+    address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
+    try:
+        made = TcpBackend(
+            rank, size, rendezvous=address, timeout=timeout, survivors=survivors, **options
+        )
+    except BaseException:
+        if place is not None:
+            place.close()
+        raise
+    if place is not None:
+        made.then.append(place.close)
+    return made
