@@ -22,7 +22,10 @@ TURNED_ON = "OMPI_MCA_mpi_ft_enable"
 case, and they hang without it; MPICH 5.0 has them as well, and they do not return when a rank has died."""
 
 PATIENCE = 2.0
-"""Seconds in which MPI has to hear of a death, and again in which it has to make the communicator; it takes some 20 ms."""
+"""Seconds in which MPI has to hear of a death, some 20 ms, and again in which it has to make the communicator, 1 ms."""
+
+NO_MESSAGE = 0
+"""A tag that no message has: to look for one that is there would not let MPI work."""
 
 
 class Shrinking:
@@ -61,7 +64,7 @@ class Shrinking:
         deadline = time.monotonic() + PATIENCE
         while (dead := set(failed_ranks(self._comm))) < gone and time.monotonic() < deadline:
             with suppress(Exception):
-                self._comm.Iprobe()  # lets MPI hear of it
+                self._comm.Iprobe(tag=NO_MESSAGE)  # lets MPI hear of it
             time.sleep(0.001)
         return dead == gone
 

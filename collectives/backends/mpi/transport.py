@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.mpi.fault_tolerance import failed_ranks
+from collectives.backends.mpi.fault_tolerance import NO_MESSAGE, failed_ranks
 from collectives.backends.shared.instructions import Message, Program
 from collectives.peers.control_page import Failure, Placement
 from collectives.peers.over_shared_memory import ABSENT, Notes, Until
 from collectives.peers.peer_watchdog import Watch
 from collectives.peers.signature import LENGTH
 
-NOTE, NOTICE, TEXT, FAREWELL, FIRST_STREAM = range(5)
+NOTE, NOTICE, TEXT, FAREWELL, FIRST_STREAM = range(NO_MESSAGE + 1, NO_MESSAGE + 6)
 """Tags: of notes, of failures, of texts, of the last word, and from here on of streams."""
 
 
