@@ -274,5 +274,13 @@ def _arrays(about: Mapping[str, Any]) -> Any:
     return torch_arrays()
 
 
-JOINED = {"shared": _join_shared, "tcp": _join_tcp, "torch": _join_torch}
+def _join_mpi(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.backends.mpi.backend import join_mpi
+
+    return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
+
+
+JOINED = {"mpi": _join_mpi, "shared": _join_shared, "tcp": _join_tcp, "torch": _join_torch}
 """What makes the back end of a rank that joins others."""

@@ -151,11 +151,8 @@ class GoingOnExchange(BucketExchange):
         self, averager: InStepAverager, numbers: ParameterNumbers, on_shrink: Callable[[Shrunk], None]
     ) -> None:
         super().__init__(averager, numbers)
-        comm = averager.communicator
         self._on_shrink = on_shrink
-        self._number = comm.rank
-        self._members = tuple(range(comm.size))
-        """The ranks that are left, as they were counted at the beginning; this one is ``_number``."""
+        self._seats = averager.communicator.seats
         self._steps = 0
         self._kept: dict[int, Unsent] = {}
         self._held: list[_Held] = []
@@ -226,7 +223,7 @@ class GoingOnExchange(BucketExchange):
 
     def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
         """End a step together with those that are left, and tell of the others."""
-        before, kept, step, fewer = self._members, self._kept, self._averager.recorder.step, False
+        before, kept, recorder, fewer = self._seats, self._kept, self._averager.recorder, False
         while True:
             try:
                 if fewer:
@@ -239,20 +236,21 @@ class GoingOnExchange(BucketExchange):
                 if max(steps for steps, _ in told.values()) > self._steps:
                     break  # some rank was told that all have their averages
         self._steps, self._before = self._steps + 1, self._behind
-        self._kept = {number: unsent for number, (_, unsent) in told.items()}
-        gone = [number for number in before if number not in self._members]
+        self._seats, self._kept = tuple(told), {seat: unsent for seat, (_, unsent) in told.items()}
+        gone = [seat for seat in before if seat not in self._seats]
         if gone:
             lost = Unsent()
-            for number in gone:
-                lost = lost.plus(kept.get(number, Unsent()))
-            places = tuple(before.index(number) for number in gone)
-            self._on_shrink(Shrunk(step, places, len(before), len(self._members), lost))
+            for seat in gone:
+                lost = lost.plus(kept.get(seat, Unsent()))
+            ranks = tuple(before.index(seat) for seat in gone)
+            self._on_shrink(Shrunk(recorder.step, ranks, len(before), len(self._seats), lost))
 
     def _meet(self) -> dict[int, tuple[int, Unsent]]:
-        """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its number."""
-        mine = [self._number, self._steps, *astuple(self._mine)]
-        told = [json.loads(text) for text in self._averager.communicator.gather_texts(json.dumps(mine))]
-        return {number: (steps, Unsent(*unsent)) for number, steps, *unsent in told}
+        """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its seat."""
+        comm = self._averager.communicator
+        mine = [self._steps, *astuple(self._mine)]
+        told = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
+        return {seat: (steps, Unsent(*unsent)) for seat, (steps, *unsent) in zip(comm.seats, told, strict=True)}
 
     def _go_on(self, error: BackendError) -> dict[int, tuple[int, Unsent]]:
         """Agree on who is left, and meet them; raises the error where nobody is gone."""
@@ -266,12 +264,9 @@ class GoingOnExchange(BucketExchange):
             if comm.size == size:
                 raise error
             try:
-                told = self._meet()
+                return self._meet()
             except BackendError as later:  # another one has died meanwhile
                 error = later
-                continue
-            self._members = tuple(told)
-            return told
 
     def _marked(self) -> Callable[[], None]:
         """What goes back to what this rank keeps now, as often as it is called; how much that is it tells the others."""

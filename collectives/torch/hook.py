@@ -97,9 +97,10 @@ class HookState:
         in step, and with gradients on the CPU. Averages are then divided by the ranks that are left. Call `register`
         with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
         meeting of the ranks in each step.
-    on_shrink : callable, optional
-        Told of each step after which there are fewer ranks, a `Shrunk`, on every rank and before the optimiser uses its
-        averages: to set the learning rate, or to divide the data anew by ``rank`` and ``size``.
+    on_change : callable, optional
+        Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
+        before the optimiser uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
+        ``size``.
 
     Attributes
     ----------
@@ -151,7 +152,7 @@ class HookState:
         mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
         on_failure: str = "raise",
-        on_shrink: Callable[[Shrunk], object] = lambda shrunk: None,
+        on_change: Callable[[int, int], object] | None = None,
     ) -> None:
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
@@ -189,7 +190,7 @@ class HookState:
         self.communicator: Communicator | None = None
         self.momentum = momentum
         self.shrunk: tuple[Shrunk, ...] = ()
-        self._on_shrink = on_shrink
+        self._on_change = on_change
         self._registered = on_failure == "raise"
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
@@ -218,6 +219,7 @@ class HookState:
                         f"on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
                         f"other, and these go by the {backend.name} back end"
                     )
+                self.recorder.among = comm.seats
                 self.buckets = in_step = GoingOnExchange(in_step_averager, numbers, self._goes_on)
             else:
                 self.buckets = in_step = BucketExchange(in_step_averager, numbers)
@@ -451,11 +453,14 @@ class HookState:
 
     def _goes_on(self, shrunk: Shrunk) -> None:
         """A step has ended with fewer ranks."""
-        assert self.communicator is not None, "it has lost them"
-        self.rank, self.size = self.communicator.rank, self.communicator.size
-        self.recorder.ranks = self.size
+        comm = self.communicator
+        assert comm is not None, "it has lost them"
+        self.rank, self.size = comm.rank, comm.size
+        self.recorder.gave("the first bucket", comm.seats, repeated=True, step=shrunk.step)
+        self.recorder.explain_changes(None, comm.notes[-1:])
         self.shrunk = (*self.shrunk, shrunk)
-        self._on_shrink(shrunk)
+        if self._on_change is not None:
+            self._on_change(shrunk.old_size, shrunk.new_size)
 
     def _leave(self) -> None:
         """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""

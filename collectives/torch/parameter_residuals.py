@@ -239,7 +239,7 @@ class ParameterResiduals:
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
 
     def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
-        """What goes back to all that is kept now, as often as it is called; and the residuals, as copies on the host."""
+        """What goes back to all that is kept now, as often as it is called; and copies of the residuals on the host."""
         state, layouts, waiting = self._communicator.sparse_state(), dict(self._layouts), dict(self._waiting)
 
         def back() -> None:

@@ -1,4 +1,4 @@
-"""Training with DDP goes on when ranks are killed: averages, residuals and parameters are those of the ranks that are left."""
+"""Training with DDP goes on when ranks are killed: averages, residuals, parameters are those of the ranks that are left."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.torch import HookState, Shrunk
+from collectives.torch import HookState
 from tests.support.ports import free_port
 from topoplan.errors import BackendError
 
@@ -79,9 +79,9 @@ def trained(me: int, what: Training) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rates: list[float] = []
 
-    def rescaled(shrunk: Shrunk) -> None:
+    def rescaled(before: int, after: int) -> None:
         for group in optimizer.param_groups:
-            group["lr"] *= shrunk.new_size / shrunk.old_size
+            group["lr"] *= after / before
             rates.append(group["lr"])
 
     state = None
@@ -89,7 +89,7 @@ def trained(me: int, what: Training) -> dict[str, Any]:
         state = HookState(
             timeout=SECONDS,
             on_failure="shrink",
-            on_shrink=rescaled,
+            on_change=rescaled,
             parameters=model.parameters(),
             **what.hook,
         )
@@ -130,6 +130,7 @@ def trained(me: int, what: Training) -> dict[str, Any]:
         found |= {
             "shrunk": [(one.step, one.without, one.new_size, one.lost.norm) for one in state.shrunk],
             "rates": rates,
+            "changes": [f"{one}" for one in state.recorder.changes()],
             "place": [state.rank, state.size, state.communicator.size],
             "kept": [
                 residuals[number].tolist() if number in residuals else [0.0] * one.numel()
