@@ -1,12 +1,16 @@
 """Steps of DDP that the ranks that are left make again where one of them dies.
 
-A step counts when all ranks have all of its averages, which they tell each other in one short meeting at its end. Before
-that DDP has used none of them: it reads the buckets when the hook of the last one has returned. So where a rank is lost,
-the others agree on who is left (`Communicator.shrink`), take back what the step has changed (the gradients, which are
-copied for that, residuals, warm starts), and exchange its buckets anew. Averages are then those of fewer ranks. Where
-the meeting had come to its end on some rank only, all accept the step: everybody had said that it has its averages.
+A step counts when all ranks have all of its averages, which they tell each other in one short meeting at its end.
+Before that DDP has used none of them: it reads the buckets when the hook of the last one has returned. So where a rank
+is lost, the others agree on who is left (`Communicator.shrink`), take back what the step has changed (the gradients,
+which are copied for that, residuals, warm starts), and exchange its buckets anew. Averages are then those of fewer
+ranks. Where the meeting had come to its end on some rank only, all accept the step: everybody had said that it has its
+averages.
 
 What a lost rank has kept of its gradients is lost with it. How much that was, each rank tells in every meeting.
+
+One that comes in place of a lost one has a process group of its own, for DDP alone. It gets what the others have by the
+broadcast of the plan, between two steps: parameters, buffers, state of the optimiser, step, warm starts.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from collectives.torch.parameter_residuals import ParameterNumbers
 from collectives.torch.process_group import PlannedGroup
 from collectives.training.averaging import InStepAverager
 from topoplan.errors import BackendError, UsageError
+
+Seats = tuple[int, ...]
+"""Ranks, by their numbers in the first plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +150,25 @@ class GoingOnExchange(BucketExchange):
     averager : InStepAverager
         Of a communicator whose back end can go on.
     numbers : ParameterNumbers
-    on_shrink : callable
-        Told of each step after which there are fewer ranks, before DDP gets its averages.
+    on_change : callable
+        Told when a step has ended with other ranks than before, and before DDP gets its averages: those before and now,
+        by their numbers in the first plan, and what those that are gone had kept.
+    has_it : bool
+        Whether this rank has what the others have; one that has come later gets it by `grow`.
     """
 
     def __init__(
-        self, averager: InStepAverager, numbers: ParameterNumbers, on_shrink: Callable[[Shrunk], None]
+        self,
+        averager: InStepAverager,
+        numbers: ParameterNumbers,
+        on_change: Callable[[Seats, Seats, Unsent], None],
+        *,
+        has_it: bool = True,
     ) -> None:
         super().__init__(averager, numbers)
-        self._on_shrink = on_shrink
+        self._on_change = on_change
         self._seats = averager.communicator.seats
+        self._has_it = has_it
         self._steps = 0
         self._kept: dict[int, Unsent] = {}
         self._held: list[_Held] = []
@@ -170,6 +186,10 @@ class GoingOnExchange(BucketExchange):
         BackendError
             The step failed, and not because a rank was lost; or the others have left this one out.
         """
+        if not self._has_it:
+            raise UsageError(
+                "this rank has come later and has not what the others have; call state.grow first"
+            )
         try:
             if not self._held:
                 self._failure = None
@@ -203,6 +223,70 @@ class GoingOnExchange(BucketExchange):
         """After the last step: return when all ranks that are left have all steps; all of them must call it."""
         self._end(lambda: None, lambda: None)
 
+    def grow(self, alike: str, give: Callable[[], bytes], take: Callable[[bytes], None]) -> tuple[int, ...]:
+        """Between steps: let in who knocks, and send it what the others have; all ranks must call it.
+
+        Parameters
+        ----------
+        alike : str
+            What all ranks must have in common; one that comes with something else is left out again.
+        give, take : callable
+            What a rank has, and what one that comes does with that of another.
+
+        Returns
+        -------
+        tuple of int
+            The ranks that have come, as all are counted from now on.
+
+        Raises
+        ------
+        UsageError
+            This one has come, and has something else in common.
+        BackendError
+            All ranks that had it are gone, or another failure.
+        """
+        if self._numbers.arrivals is not None:
+            raise UsageError(
+                "ranks that come later know parameters by their order; give HookState parameters="
+            )
+        before, comm, let_in = self._seats, self._averager.communicator, not self._has_it
+
+        def complete() -> None:
+            nonlocal before, let_in
+            if let_in:
+                let_in = False  # by the others' call
+            else:
+                comm.grow()
+            mine = [self._has_it, self._steps, alike, self._seats]
+            said = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
+            having = [rank for rank, (has_it, *_) in enumerate(said) if has_it]
+            if not having:
+                raise UsageError("all ranks that had parameters are gone; start again from a checkpoint")
+            _, steps, wanted, seats = said[having[0]]
+            strange = [rank for rank, (_, _, told, _) in enumerate(said) if told != wanted]
+            if comm.rank in strange:
+                raise UsageError(
+                    f"this rank has {alike}, and the others {wanted}; make model and state alike"
+                )
+            if strange:
+                comm.shrink(without=strange)
+                complete()
+            elif len(having) < len(said):
+                if not self._has_it:
+                    self._steps, self._seats = steps, tuple(seats)
+                    before = self._seats
+                given = give() if comm.rank == having[0] else b""
+                length = int(comm.gather_texts(f"{len(given)}")[having[0]])
+                line = np.zeros(length, np.uint8)
+                line[: len(given)] = np.frombuffer(given, np.uint8)
+                sent = comm.broadcast(comm.arrays.wrapped(line), root=having[0])
+                if not self._has_it:
+                    take(comm.arrays.values(sent).tobytes())
+                    self._has_it = True
+
+        self._end(complete, lambda: None)
+        return tuple(rank for rank, seat in enumerate(self._seats) if seat not in before)
+
     def _complete(self) -> None:
         """Wait for all averages of this step."""
         if self._failure is not None:
@@ -223,7 +307,7 @@ class GoingOnExchange(BucketExchange):
 
     def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
         """End a step together with those that are left, and tell of the others."""
-        before, kept, recorder, fewer = self._seats, self._kept, self._averager.recorder, False
+        fewer = False
         while True:
             try:
                 if fewer:
@@ -233,24 +317,25 @@ class GoingOnExchange(BucketExchange):
                 break
             except BackendError as error:
                 told, fewer = self._go_on(error), True
-                if max(steps for steps, _ in told.values()) > self._steps:
+                if self._has_it and max(steps for steps, _ in told.values()) > self._steps:
                     break  # some rank was told that all have their averages
         self._steps, self._before = self._steps + 1, self._behind
+        before, kept, lost = self._seats, self._kept, Unsent()
         self._seats, self._kept = tuple(told), {seat: unsent for seat, (_, unsent) in told.items()}
-        gone = [seat for seat in before if seat not in self._seats]
-        if gone:
-            lost = Unsent()
-            for seat in gone:
+        for seat in before:
+            if seat not in self._seats:
                 lost = lost.plus(kept.get(seat, Unsent()))
-            ranks = tuple(before.index(seat) for seat in gone)
-            self._on_shrink(Shrunk(recorder.step, ranks, len(before), len(self._seats), lost))
+        if before != self._seats:
+            self._on_change(before, self._seats, lost)
 
     def _meet(self) -> dict[int, tuple[int, Unsent]]:
         """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its seat."""
         comm = self._averager.communicator
         mine = [self._steps, *astuple(self._mine)]
         told = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
-        return {seat: (steps, Unsent(*unsent)) for seat, (steps, *unsent) in zip(comm.seats, told, strict=True)}
+        return {
+            seat: (steps, Unsent(*unsent)) for seat, (steps, *unsent) in zip(comm.seats, told, strict=True)
+        }
 
     def _go_on(self, error: BackendError) -> dict[int, tuple[int, Unsent]]:
         """Agree on who is left, and meet them; raises the error where nobody is gone."""
@@ -269,7 +354,7 @@ class GoingOnExchange(BucketExchange):
                 error = later
 
     def _marked(self) -> Callable[[], None]:
-        """What goes back to what this rank keeps now, as often as it is called; how much that is it tells the others."""
+        """What goes back to what this rank keeps now, as often as it is called; the others hear how much that is."""
         if self._averager.settings.density is not None:
             back, lines = self.residuals.marked()
         else:
@@ -279,7 +364,7 @@ class GoingOnExchange(BucketExchange):
 
 
 def check_goes_on(model: DistributedDataParallel) -> None:
-    """Whether a model of DDP asks nothing of its process group that a lost rank would end, once its buckets are arranged.
+    """Look whether DDP asks something of its process group that a lost rank would end, when its buckets are arranged.
 
     Raises
     ------
@@ -287,7 +372,7 @@ def check_goes_on(model: DistributedDataParallel) -> None:
         It does, and the group does not go on.
     """
     group = model.process_group
-    if isinstance(group, PlannedGroup) and group.goes_on:
+    if group.size() == 1 or (isinstance(group, PlannedGroup) and group.goes_on):
         return
     newer = hasattr(model, "forward_sync_buffers")
     synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers

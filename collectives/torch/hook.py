@@ -5,10 +5,12 @@ Its state says by which plan, how, and what sparse gradients have left over.
 
 # annotations are no strings here: DDP compares those of the hook with its own types
 
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,8 @@ from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
-from collectives.torch.going_on import GoingOnExchange, Shrunk, check_goes_on
-from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
+from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
+from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import InStepAverager, averager
@@ -93,14 +95,17 @@ class HookState:
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
     on_failure : str
-        What to do where a rank dies: "raise", or "shrink" to make its step again without it (`collectives.torch.going_on`):
-        in step, and with gradients on the CPU. Averages are then divided by the ranks that are left. Call `register`
-        with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
+        What to do where a rank dies: "raise", or "shrink" to make its step again without it
+        (`collectives.torch.going_on`): in step, and with gradients on the CPU. Averages are then divided by the ranks
+        that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
         meeting of the ranks in each step.
     on_change : callable, optional
         Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
         before the optimiser uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
-        ``size``.
+        ``size``. Also by `grow`.
+    invitation : str, optional
+        By which this process comes in where a rank is gone (``communicator.invitation`` of another one), while the
+        others call `grow`, for which it waits; see there. Plan and back end are those of the others.
 
     Attributes
     ----------
@@ -153,6 +158,7 @@ class HookState:
         parameters: Iterable[torch.nn.Parameter] | None = None,
         on_failure: str = "raise",
         on_change: Callable[[int, int], object] | None = None,
+        invitation: str | None = None,
     ) -> None:
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
@@ -182,10 +188,16 @@ class HookState:
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         gather = gather_by(self.group)
-        how = agreed_settings(settings, gather, f", on_failure={on_failure!r}")
+        alone = invitation is not None
+        if alone and (plan is not None or on_failure != "shrink" or self.size > 1):
+            raise UsageError(
+                "with an invitation the plan is that of the others; give on_failure='shrink', no plan, and a process "
+                "group of this rank alone"
+            )
+        how = settings() if alone else agreed_settings(settings, gather, f", on_failure={on_failure!r}")
         self.mode = how.mode
         self.recorder = watch(Recorder("hook", ranks=self.size))
-        verdict = agreed_plan(plan, self.group, gather)
+        verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
@@ -194,6 +206,12 @@ class HookState:
         self._registered = on_failure == "raise"
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
+        if invitation is not None:
+            self.communicator = comm = Communicator.join(invitation, wait=timeout)
+            self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
+            within = InStepAverager(comm, how, self.recorder)
+            self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
+            return
         if verdict.plan is None:
             if on_failure == "shrink":
                 raise UsageError(
@@ -212,17 +230,17 @@ class HookState:
             )
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
-            in_step_averager = InStepAverager(comm, how, self.recorder)
+            within = InStepAverager(comm, how, self.recorder)
             if on_failure == "shrink":
                 if not can_go_on(backend):
                     raise UsageError(
-                        f"on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
+                        "on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
                         f"other, and these go by the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
-                self.buckets = in_step = GoingOnExchange(in_step_averager, numbers, self._goes_on)
+                self.buckets = in_step = GoingOnExchange(within, numbers, self._changes)
             else:
-                self.buckets = in_step = BucketExchange(in_step_averager, numbers)
+                self.buckets = in_step = BucketExchange(within, numbers)
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
                     averager(comm, how, self.recorder, timeout=timeout), in_step, comm
@@ -234,8 +252,9 @@ class HookState:
         """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
 
         What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
-        model for which it does so is refused, unless the group goes on, too ("topoplan" with TOPOPLAN_ON_FAILURE=shrink).
-        Buckets are arranged in the second forward pass, which over other groups asks all ranks once more.
+        model for which it does so is refused, unless the group goes on, too ("topoplan" with
+        TOPOPLAN_ON_FAILURE=shrink). Buckets are arranged in the second forward pass, which over other groups asks all
+        ranks once more.
 
         Raises
         ------
@@ -250,6 +269,56 @@ class HookState:
             check_goes_on(model)
         model.register_comm_hook(self, topoplan_hook)
         self._registered = True
+
+    def grow(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
+
+        All ranks call it at the same steps, each time or every so many; it costs them meetings with short texts. One
+        that was made with an ``invitation`` calls it first of all, and then has the model, buffers too, the state of
+        the optimiser, and the step (``recorder.step``) of the others. It has kept nothing of gradients.
+
+        A rank that comes has a process group of its own, ``init_process_group("gloo", store=HashStore(), rank=0,
+        world_size=1)``, for its DDP, which must arrange its buckets as the others have: it goes forward and backward
+        once, with any inputs, before `register`. All ranks name their ``parameters``.
+
+        Parameters
+        ----------
+        model : DistributedDataParallel
+        optimizer : Optimizer
+
+        Returns
+        -------
+        tuple of int
+            The ranks that have come, as all are counted from now on.
+
+        Raises
+        ------
+        UsageError
+            Without ``on_failure="shrink"`` or ``parameters``; or this rank has come with another model or settings.
+        BackendError
+            Another failure.
+        """
+        buckets, module = self.buckets, model.module
+        if not isinstance(buckets, GoingOnExchange):
+            raise UsageError("ranks come where others were lost; give HookState on_failure='shrink'")
+
+        def give() -> bytes:
+            common = {name: torch.from_numpy(one) for name, one in buckets.averager.common().items()}
+            told = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "common": common}
+            file = io.BytesIO()
+            torch.save({**told, "step": self.recorder.step}, file)
+            return file.getvalue()
+
+        def take(data: bytes) -> None:
+            told = torch.load(io.BytesIO(data), weights_only=True)
+            module.load_state_dict(told["model"])
+            optimizer.load_state_dict(told["optimizer"])
+            self.recorder.step = told["step"]
+            buckets.averager.restore_common({name: one.numpy() for name, one in told["common"].items()})
+
+        shapes = [(name, tuple(one.shape), f"{one.dtype}") for name, one in module.state_dict().items()]
+        digest = sha256(f"{shapes}".encode()).hexdigest()[:16]
+        return buckets.grow(f"{len(shapes)} tensors {digest}, {buckets.averager.settings}", give, take)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
@@ -451,16 +520,18 @@ class HookState:
         let_go()
         self._leave()
 
-    def _goes_on(self, shrunk: Shrunk) -> None:
-        """A step has ended with fewer ranks."""
-        comm = self.communicator
-        assert comm is not None, "it has lost them"
+    def _changes(self, before: Seats, now: Seats, lost: Unsent) -> None:
+        """A step has ended with other ranks."""
+        comm, step = self.communicator, self.recorder.step
+        assert comm is not None, "of which they are"
         self.rank, self.size = comm.rank, comm.size
-        self.recorder.gave("the first bucket", comm.seats, repeated=True, step=shrunk.step)
+        self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
-        self.shrunk = (*self.shrunk, shrunk)
-        if self._on_change is not None:
-            self._on_change(shrunk.old_size, shrunk.new_size)
+        without = tuple(rank for rank, seat in enumerate(before) if seat not in now)
+        if without:
+            self.shrunk = (*self.shrunk, Shrunk(step, without, len(before), len(now), lost))
+        if self._on_change is not None and len(before) != len(now):
+            self._on_change(len(before), len(now))
 
     def _leave(self) -> None:
         """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""

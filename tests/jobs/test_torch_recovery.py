@@ -1,4 +1,4 @@
-"""Training with DDP goes on when ranks are killed: averages, residuals, parameters are those of the ranks that are left."""
+"""Training with DDP goes on when ranks are killed, with averages, residuals and parameters of those that are left."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from topoplan.errors import UsageError  # noqa: E402
 pytestmark = pytest.mark.thorough
 
 
-def lived(what: Training) -> dict[int, dict[str, Any]]:
+def lived(what: Training, folder: Path) -> dict[int, dict[str, Any]]:
     """The reports, where all that are not killed have ended well, and alike."""
-    told = played(what)
+    told = played(what, folder)
     assert {rank: one["error"] for rank, one in told.items() if "error" in one} == {}
     first, *others = told.values()
     for one in others:
-        for key in ("sizes", "missing", "parameters", "rates"):
+        for key in ("parameters", *(("sizes", "missing", "rates") if what.back is None else ())):
             assert one.get(key) == first.get(key), key
     return told
 
@@ -35,8 +35,10 @@ def lived(what: Training) -> dict[int, dict[str, Any]]:
 def expected(what: Training, *, rescaled: bool) -> list[torch.Tensor]:
     """The parameters of one process that averages the gradients of the ranks that live in each step."""
     model, rate, before = network(), 0.1, what.size
+    speeds = [torch.zeros_like(one) for one in model.parameters()]
     for step in range(STEPS):
-        alive = [rank for rank in range(what.size) if what.killed.get(rank, STEPS) > step]
+        back = what.back is not None and step >= what.back
+        alive = [rank for rank in range(what.size) if back or what.killed.get(rank, STEPS) > step]
         rate *= len(alive) / before if rescaled else 1
         before = len(alive)
         total = [torch.zeros_like(one) for one in model.parameters()]
@@ -44,8 +46,9 @@ def expected(what: Training, *, rescaled: bool) -> list[torch.Tensor]:
             gradients = torch.autograd.grad(loss_of(model, inputs(rank, step)), list(model.parameters()))
             total = [one + more for one, more in zip(total, gradients, strict=True)]
         with torch.no_grad():
-            for one, gradient in zip(model.parameters(), total, strict=True):
-                one -= rate * gradient / len(alive)
+            for one, speed, gradient in zip(model.parameters(), speeds, total, strict=True):
+                speed.mul_(what.momentum).add_(gradient / len(alive))
+                one -= rate * speed
     return list(model.parameters())
 
 
@@ -59,11 +62,11 @@ def furthest(found: Sequence[Any], wanted: Sequence[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("killed", [{1: 4}, {0: 1, 2: 6}], ids=str)
 def test_parameters_are_those_of_the_ranks_that_are_left_at_a_rate_rescaled_by_the_callback(
-    killed: dict[int, float],
+    killed: dict[int, float], tmp_path: Path
 ) -> None:
     """One rank that dies, and two of which one hosts the store; over gloo, from the second step on."""
     what = Training(4, killed)
-    told = lived(what)
+    told = lived(what, tmp_path)
     for place, (rank, one) in enumerate(sorted(told.items())):
         assert one["place"] == [place, len(told), len(told)], rank
         assert [(step, without) for step, without, *_ in one["shrunk"]] == [
@@ -85,10 +88,10 @@ def test_parameters_are_those_of_the_ranks_that_are_left_at_a_rate_rescaled_by_t
     ids=str,
 )
 def test_what_is_missing_of_all_gradients_is_what_is_kept_and_what_was_reported_as_lost(
-    hook: Mapping[str, Any],
+    hook: Mapping[str, Any], tmp_path: Path
 ) -> None:
     """Sparse gradients; a step that fails on its way is taken back by the ranks that are left."""
-    told = lived(Training(3, {1: 5}, hook=hook))
+    told = lived(Training(3, {1: 5}, hook=hook), tmp_path)
     assert sorted(told) == [0, 2]
     assert told[0]["sizes"] == [3] * 5 + [2] * 7
     ((step, without, size, lost),) = told[0]["shrunk"]
@@ -112,8 +115,8 @@ def test_what_is_missing_of_all_gradients_is_what_is_kept_and_what_was_reported_
     ],
     ids=str,
 )
-def test_filters_of_dense_gradients_go_on(hook: Mapping[str, Any]) -> None:
-    told = lived(Training(3, {0: 5}, hook=hook))
+def test_filters_of_dense_gradients_go_on(hook: Mapping[str, Any], tmp_path: Path) -> None:
+    told = lived(Training(3, {0: 5}, hook=hook), tmp_path)
     for one in told.values():
         (step, without, size, lost) = one["shrunk"][0]
         assert (step, without, size) == (5, [0], 2)
@@ -122,9 +125,9 @@ def test_filters_of_dense_gradients_go_on(hook: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize("late", [0.02, 0.05, 0.1], ids=str)
 @pytest.mark.slow
-def test_ranks_that_die_while_buckets_are_exchanged_leave_replicas_alike(late: float) -> None:
+def test_ranks_that_die_while_buckets_are_exchanged_leave_replicas_alike(late: float, tmp_path: Path) -> None:
     """Two of five, a moment after backward has begun, whatever the exchange has come to."""
-    told = lived(Training(5, {0: 3 + late, 3: 3 + late}, hook={"density": 0.1}))
+    told = lived(Training(5, {0: 3 + late, 3: 3 + late}, hook={"density": 0.1}), tmp_path)
     assert sorted(told) == [1, 2, 4]
     assert told[1]["sizes"][-1] == 3
 
@@ -140,13 +143,33 @@ def test_ranks_that_die_while_buckets_are_exchanged_leave_replicas_alike(late: f
     ],
 )
 def test_over_the_group_topoplan_also_what_ddp_itself_asks_of_all_ranks_goes_on(
-    killed: dict[int, float], options: dict[str, Any]
+    killed: dict[int, float], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Buffers, buckets that are arranged, unused parameters; and other collectives of the group."""
-    told = lived(Training(3, killed, group="topoplan", **options))
+    told = lived(Training(3, killed, group="topoplan", **options), tmp_path)
     for place, one in enumerate(told.values()):
         assert one["group"] == [place, 2, [2.0] * 3]
         assert one["errors"] <= 1
+
+
+@pytest.mark.parametrize(
+    "hook", [{}, pytest.param({"density": 0.1}, marks=pytest.mark.slow), {"low_rank": 1}], ids=str
+)
+def test_another_process_comes_in_place_of_a_rank_and_has_what_the_others_have(
+    hook: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Parameters, moments, step and the rate of learning, which the callback sets again."""
+    what = Training(3, {1: 3}, hook=hook, momentum=0.5, back=6)
+    told = lived(what, tmp_path)
+    assert sorted(told) == [0, 1, 2]
+    assert told[0]["sizes"] == [3] * 3 + [2] * 3 + [3] * 6
+    assert told[1]["sizes"] == [3] * 6
+    for rank, one in told.items():
+        assert one["place"] == [rank, 3, 3]
+        assert math.isclose(one["rates"][-1], 0.1)
+        if not hook:
+            assert furthest(one["parameters"], expected(what, rescaled=True)) < 1e-12
+    assert "with rank 1, 3 ranks" in told[0]["changes"][1]
 
 
 def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,10 @@ class Training:
         Of DDP.
     buffers : bool
         Whether the model has some.
+    momentum : float
+        Of the optimiser.
+    back : int or None
+        The step before which another process comes in place of the rank that was killed.
     """
 
     size: int
@@ -52,6 +58,8 @@ class Training:
     hook: Mapping[str, Any] | None = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     buffers: bool = False
+    momentum: float = 0.0
+    back: int | None = None
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -73,10 +81,20 @@ def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def trained(me: int, what: Training) -> dict[str, Any]:
-    """What a rank that lives has in the end."""
+def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, Any]:
+    """What a rank that lives has in the end.
+
+    Parameters
+    ----------
+    me : int
+        Its number at the beginning, or of that in whose place it comes.
+    what : Training
+    door : path
+        Where the invitation stands.
+    comes : bool
+    """
     model = DistributedDataParallel(network(buffers=what.buffers), bucket_cap_mb=0.001, **what.ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=what.momentum)
     rates: list[float] = []
 
     def rescaled(before: int, after: int) -> None:
@@ -84,7 +102,12 @@ def trained(me: int, what: Training) -> dict[str, Any]:
             group["lr"] *= after / before
             rates.append(group["lr"])
 
-    state = None
+    state, first, more = None, 0, {}
+    if comes:
+        loss_of(model, inputs(0, 0)).backward()  # arranges the buckets as the others have them
+        while not door.exists():
+            time.sleep(0.02)
+        more = {"invitation": door.read_text()}
     if what.hook is not None:
         state = HookState(
             timeout=SECONDS,
@@ -92,26 +115,36 @@ def trained(me: int, what: Training) -> dict[str, Any]:
             on_change=rescaled,
             parameters=model.parameters(),
             **what.hook,
+            **more,
         )
         state.register(model)
+        if comes:
+            state.grow(model, optimizer)
+            first = state.recorder.step
     found: dict[str, Any] = {"buckets": 0}
     sizes, errors = [], 0
     averages = [torch.zeros_like(one) for one in model.parameters()]
     given = [torch.zeros_like(one) for one in model.parameters()]
-    for step in range(STEPS):
+    for step in range(first, STEPS):
+        if state is not None and step == what.back and not comes:
+            if me == 0:
+                door.with_suffix(".new").write_text(state.communicator.invitation)
+                door.with_suffix(".new").rename(door)
+            while not state.grow(model, optimizer):
+                time.sleep(0.02)
         optimizer.zero_grad()
         try:
             loss = loss_of(model, inputs(me, step))
         except BackendError:  # the rank is gone that would have sent the buffers
             errors += 1
             loss = loss_of(model, inputs(me, step))
-        if me in what.killed and step == int(what.killed[me]):
+        if me in what.killed and step == int(what.killed[me]) and not comes:
             late = what.killed[me] % 1 / 10
             if late:
                 threading.Timer(late, os.kill, (os.getpid(), signal.SIGKILL)).start()
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
-        if not what.buffers:
+        if not what.buffers and what.back is None:
             for rank in range(what.size):
                 if what.killed.get(rank, STEPS) > step:
                     own = torch.autograd.grad(
@@ -154,7 +187,7 @@ def trained(me: int, what: Training) -> dict[str, Any]:
     return found
 
 
-def work(me: int, port: int, what: Training, reports: Connection) -> None:
+def work(me: int, port: int, what: Training, door: Path, reports: Connection, *, comes: bool = False) -> None:
     """The life of a rank."""
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
@@ -162,9 +195,12 @@ def work(me: int, port: int, what: Training, reports: Connection) -> None:
         os.environ["TOPOPLAN_ON_FAILURE"] = "shrink"
     meeting = f"tcp://127.0.0.1:{port}"
     limit = timedelta(seconds=SECONDS)
-    dist.init_process_group(what.group, init_method=meeting, rank=me, world_size=what.size, timeout=limit)
+    if comes:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(what.group, init_method=meeting, rank=me, world_size=what.size, timeout=limit)
     try:
-        found = trained(me, what)
+        found = trained(me, what, door, comes=comes)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     reports.send_bytes(json.dumps(found).encode())
@@ -172,15 +208,22 @@ def work(me: int, port: int, what: Training, reports: Connection) -> None:
     os._exit(0)  # where training has failed gloo's group may not end
 
 
-def played(what: Training) -> dict[int, dict[str, Any]]:
-    """What each rank that is not killed reports."""
+def played(what: Training, folder: Path) -> dict[int, dict[str, Any]]:
+    """What each rank reports that is not killed, or has come in place of one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["collectives.torch", "tests.jobs.torch_recovery_ranks"])
     port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(what.size)]
+    door = folder / "invitation"
+    numbers = [*range(what.size), *(what.killed if what.back is not None else ())]
+    pipes = [context.Pipe(duplex=False) for _ in numbers]
     ranks = [
-        context.Process(target=work, args=(rank, port, what, pipes[rank][1]), daemon=True)
-        for rank in range(what.size)
+        context.Process(
+            target=work,
+            args=(rank, port, what, door, pipes[place][1]),
+            kwargs={"comes": place >= what.size},
+            daemon=True,
+        )
+        for place, rank in enumerate(numbers)
     ]
     for rank in ranks:
         rank.start()
@@ -188,8 +231,8 @@ def played(what: Training) -> dict[int, dict[str, Any]]:
         writer.close()
     told: dict[int, dict[str, Any]] = {}
     try:
-        for rank, (reader, _) in enumerate(pipes):
-            if rank in what.killed:
+        for place, (rank, (reader, _)) in enumerate(zip(numbers, pipes, strict=True)):
+            if rank in what.killed and place < what.size:
                 continue
             if not reader.poll(LIMIT_SECONDS):
                 told[rank] = {"error": "hangs"}

@@ -2,8 +2,8 @@
 
 Every rank runs the table as a program of global steps (`program`); tensors are sent and received where they lie. After
 a `BackendError` that is no disagreement the connections of the group are closed, as gloo itself does after a timeout:
-that is how ranks learn of it which wait for others. Such a group must be destroyed and made anew, which ranks that go on
-do (`TorchBackend.go_on`).
+that is how ranks learn of it which wait for others. Such a group must be destroyed and made anew, which ranks that go
+on do (`TorchBackend.go_on`).
 """
 
 from __future__ import annotations

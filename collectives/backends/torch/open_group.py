@@ -1,4 +1,4 @@
-"""The process group that a back end uses: an existing one, one made as torchrun asks for, or one of ranks that are left.
+"""The process group of a back end: an existing one, one made as torchrun asks for, or one of ranks that are left.
 
 A gloo group that has lost a member can be left, but not used again: torch has no way to take a member out of it
 (`torch.distributed.shrink_group` is for NCCL alone). So ranks that go on make a new one, over a store of their own,
@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from collectives.peers.error_rounds import Gather
 from topoplan.errors import BackendError, UsageError
@@ -114,13 +114,11 @@ def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: flo
     limit = timedelta(seconds=timeout)
     try:
         store = (
-            dist.TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            if rank == 0
-            else None
+            TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
         )
         host, port = json.loads(gather("" if store is None else json.dumps([local, store.port]))[0])
         if store is None:
-            store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+            store = TCPStore(host, port, is_master=False, timeout=limit)
         return gloo_over(store, rank, size, limit)
     except RuntimeError as error:
         raise BackendError(
