@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -100,14 +100,15 @@ class Communicator(DenseCollectives):
         False lets a switch between GPUs add floating-point numbers, where plan and machine have one that can: in an
         order of its own, so that sums need not have the same bits as elsewhere or in the next call.
     on_failure : str
-        What to do where a rank dies in a dense collective: "raise", or "shrink" to go on without it (`shrink`) and
+        What to do where a rank dies in a collective: "raise", or "shrink" to go on without it (`shrink`) and
         repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
         ``tcp`` and ``shared`` can. An average is then one of fewer ranks. What cannot be repeated raises
         `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
-        fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives raise in any
-        case, after which `shrink` may be called. It costs another meeting of the ranks in each collective, memory for
-        one result, and with ``out`` a copy of it: results are handed over when all ranks have theirs, so that inputs
-        stay intact, also where results take their places, and no rank keeps a result that another cannot get.
+        fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives are repeated
+        with the residuals from before them, and by another exchange where fewer ranks do not have theirs. It costs
+        another meeting of the ranks in each collective, memory for one result, and with ``out`` a copy of it, of
+        sparse ones a copy of the residual: results are handed over when all ranks have theirs, so that inputs stay
+        intact, also where results take their places, and no rank keeps a result that another cannot get.
     on_slow : str
         Whether to look for links and ranks that are slower than the others, in dense collectives of 1 MB and more:
         "ignore"; "report", in `slow` and `notes`; or "replan", which also moves traffic away from slow links where the
@@ -131,6 +132,8 @@ class Communicator(DenseCollectives):
     chunk_bytes : int or None
         Longest piece that moves at once; None where it is searched for.
     plan : Plan or SizePlans
+    on_failure : str
+        As above.
     epoch : int
         How often the ranks have agreed on who is left.
     notes : tuple of str
@@ -220,7 +223,7 @@ class Communicator(DenseCollectives):
         self.arrays = opened.arrays
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._goes_on = on_failure == "shrink" and opened.one_rank
         self._company = Company(plan)
         self._timeout = timeout
@@ -241,6 +244,11 @@ class Communicator(DenseCollectives):
     def size(self) -> int:
         """Number of ranks."""
         return len(self.plan.ranks)
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The numbers that the ranks of now had at the beginning, or those in whose places they have come."""
+        return self._company.seats
 
     @property
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
@@ -302,7 +310,7 @@ class Communicator(DenseCollectives):
             Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
             unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
         """
-        execution, sparse = self._open(), self._sparse_collective()
+        execution = self._open()
         try:
             asked = sparse_request(
                 execution.backend,
@@ -315,6 +323,15 @@ class Communicator(DenseCollectives):
                 key=key,
                 momentum=momentum,
             )
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        if self._goes_on:
+            outcome = Outcome()
+            task = partial(self._sparse_to_end, asked, self._company.seats, outcome)
+            return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
+        sparse = self._sparse_collective()
+        try:
             chosen = self._explained(asked)
             residuals = sparse.prepare(asked)
         except UsageError as error:
@@ -334,7 +351,9 @@ class Communicator(DenseCollectives):
                     execution.refuse(str(error))
                 raise
 
-        return self._in_order.submit(run) if async_op else self._in_order.run(run)
+        if async_op:
+            return self._in_order.submit(run, Outcome(among=self._company.seats, exchange=chosen))
+        return self._in_order.run(run)
 
     def explain(
         self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
@@ -750,7 +769,7 @@ class Communicator(DenseCollectives):
         execution = self._open()
         if execution.knows(collective):
             return execution.plan(collective, nbytes)
-        return self._in_order.run(lambda: execution.plan(collective, nbytes))
+        return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
     def gather_texts(self, text: str) -> list[str]:
         """What every rank says, in order of rank: a process says one text, for all of its ranks.
@@ -857,7 +876,9 @@ class Communicator(DenseCollectives):
                 self._refuse(str(error))
                 raise
             task = partial(self._run_watched, execution, checked)
-        return self._in_order.submit(task) if async_op else self._in_order.run(task)
+        if async_op:
+            return self._in_order.submit(task, Outcome(among=self._company.seats))
+        return self._in_order.run(task)
 
     def _start_to_end(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
@@ -920,7 +941,7 @@ class Communicator(DenseCollectives):
         """
         failure: BackendError | None = None
         while True:
-            execution, complete, result = self._open(), False, None
+            execution = self._open()
             left = self._company.seats
             try:
                 if root is not None and root not in left:
@@ -933,25 +954,81 @@ class Communicator(DenseCollectives):
                     f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
                     f"{error}; call it anew among the {self.size} ranks that are left"
                 ) from failure
-            try:
-                result = self._run_watched(execution, replace(checked, outputs=[None]))
-                complete = True
-                execution.hand_over()
-            except BackendError as error:
-                failure = error
-                progress = self._without_failed(error, Progress(self._handed_over, complete))
-                left = self._company.seats
-                outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
-                if max(one.handed_over for one in progress) == self._handed_over:
-                    outcome.repeated = True
-                    continue
-                assert complete, "some rank was told that all are"
-            self._handed_over += 1
+            run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
+            result, failure = self._given_to_all(run, seats, outcome)
+            if failure is not None:
+                continue
             (wanted,) = checked.outputs
             if wanted is None or result is None:
                 return result
             self.arrays.copy(wanted, result)
             return wanted
+
+    def _sparse_to_end(self, asked: SparseRequest, seats: tuple[int, ...], outcome: Outcome) -> Any:
+        """As `_run_to_end`, of a sparse collective: each time with the residuals from before it was called."""
+        before = self._sparse_collective().kept(asked)
+        while True:
+            sparse = self._sparse_collective()
+
+            def run(sparse: SparseCollective = sparse) -> Any:
+                wanted, outcome.exchange = self._still_possible(sparse, asked)
+                return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
+
+            try:
+                result, failure = self._given_to_all(run, seats, outcome)
+            except UsageError as error:
+                sparse.go_back(asked, before)
+                self._open().refuse(str(error))
+                raise
+            except BackendError:
+                sparse.go_back(asked, before)
+                with suppress(UsageError):
+                    sparse.keep(asked, sparse.prepare(asked))
+                raise
+            if failure is None:
+                break
+            self._sparse_collective().go_back(asked, before)
+        (output,) = asked.outputs
+        if output is None:
+            return result
+        self.arrays.copy(output, result)
+        return output
+
+    def _still_possible(
+        self, sparse: SparseCollective, asked: SparseRequest
+    ) -> tuple[SparseRequest, Explanation]:
+        """What is asked for, and how it is exchanged: by another exchange where fewer ranks do not have that one."""
+        try:
+            return asked, sparse.explain(asked)
+        except UsageError as error:
+            if not self.epoch or asked.exchange == "auto":
+                raise
+            note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
+            self.notes = self.notes if note in self.notes else (*self.notes, note)
+            asked = replace(asked, exchange="auto")
+            return asked, sparse.explain(asked)
+
+    def _given_to_all(
+        self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
+    ) -> tuple[Result | None, BackendError | None]:
+        """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
+        execution, among, complete = self._open(), self._company.seats, False
+        result: Result | None = None
+        try:
+            result = run()
+            complete = True
+            execution.hand_over()
+        except BackendError as error:
+            progress = self._without_failed(error, Progress(self._handed_over, complete))
+            left = self._company.seats
+            outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
+            if max(one.handed_over for one in progress) == self._handed_over:
+                outcome.repeated = True
+                return None, error
+            assert complete, "some rank was told that all are"
+        self._handed_over += 1
+        outcome.among = among
+        return result, None
 
     def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
         """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
@@ -965,7 +1042,7 @@ class Communicator(DenseCollectives):
         """What this process has when it goes on."""
         backend = self._open().backend
         about = backend.about if isinstance(backend, GoesOn) else {}
-        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self._on_failure, self._on_slow)
+        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self.on_failure, self._on_slow)
         return State(backend, self._company, self.plan, terms, self.epoch, progress or Progress())
 
     def _take(self, left: Left) -> None:
@@ -1003,9 +1080,10 @@ class Communicator(DenseCollectives):
 
     def _explained(self, asked: SparseRequest) -> Explanation:
         """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
-        sparse = self._sparse_collective()
-        known = sparse.known(asked)
-        return self._in_order.run(lambda: sparse.explain(asked)) if known is None else known
+        known = self._sparse_collective().known(asked)
+        if known is not None:
+            return known
+        return self._in_order.run(lambda: self._sparse_collective().explain(asked))
 
     def _sparse_collective(self) -> SparseCollective:
         if self._sparse is None:
