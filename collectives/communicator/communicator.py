@@ -905,7 +905,7 @@ class Communicator(DenseCollectives):
             if news:
                 self._company = watch.company
             if made is not self.plan:
-                self._adopt(made, watch.company)
+                self._adopt(made, self._company)
         return watch.run(checked)
 
     def _adopt(self, made: Plans, company: Company) -> None:
