@@ -22,7 +22,7 @@ from topoplan.plans.plan import Plans
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback and shared can, and tcp without wires and helpers)"
+    "(loopback, loopback-gpu and shared can, nccl where its ranks meet at a rendezvous, tcp without wires and helpers)"
 )
 
 
@@ -126,7 +126,7 @@ def go_on(
     progress : Progress, optional
         Of this rank.
     only_without : bool
-        Return None, on all ranks, where nobody is gone.
+        Return None, on all ranks, where nobody is gone; and on a rank that cannot go on.
 
     Raises
     ------
@@ -136,6 +136,8 @@ def go_on(
         The others have left this rank out, or the back end cannot go on.
     """
     if not can_go_on(backend):
+        if only_without:
+            return None
         raise BackendError(CANNOT.format(name=backend.name))
     if not backend.one_rank:
         assert isinstance(backend, Splits), "looked at before"
@@ -157,7 +159,7 @@ def go_on(
         try:
             return _made_anew(backend, plans, ranks, own, mine)
         except BackendError:  # another rank has died meanwhile
-            if attempt == backend.size:
+            if attempt == backend.size or backend.survivors is None:
                 raise
     raise AssertionError("the last attempt returns or raises")
 

@@ -160,6 +160,11 @@ def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
     assert not bindings.Window().handle
     for state in below.Result:
         assert bindings.Result[state.name] == state
+    for flag in made.CommShrinkFlag:
+        assert core.CommShrinkFlag[flag.name] == flag
+    # of a communicator that NCCL makes of another one the handle is read when it is there
+    assert core.Communicator().ptr == 0
+    assert inspect.signature(core.Communicator.revoke).parameters["flags"].default == 0
     assert core.NCCLConfig(blocking=False).blocking is False
     assert int(core.UINT8) == made.UINT8
     assert bytes(core.UniqueId.from_bytes(bytes(range(128)))) == bytes(range(128))
