@@ -24,6 +24,9 @@ from typing import Any
 
 from tests.support.fake_streams import Unit
 
+REVOKE_SECONDS = 0.2
+"""Until what was under way has ended."""
+
 UINT8 = 1
 VERSION = (2, 30, 3)
 
@@ -158,7 +161,7 @@ class Comm:
             return Result.InvalidArgument
         self.begin()
         self.revoked, self.ended = True, self.ended + 1
-        quiet = time.monotonic() + 0.01
+        quiet = time.monotonic() + REVOKE_SECONDS
         self.connecting = lambda: time.monotonic() > quiet
         self.end()
         return Result.Success
@@ -178,7 +181,8 @@ class Comm:
         with self.machine.lock:
             world = self.world.shrunk.setdefault(stay, World(len(stay)))
         child = Comm(self.machine, bytes(128), len(stay), stay.index(self.rank), world)
-        self.connecting = child.ready
+        # where this one is aborted the other one is there too, and is of no use
+        self.connecting = child.connecting = lambda: self.aborted or child.all_here()
         self.end()
         return child
 
@@ -346,7 +350,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         @property
         def ptr(self) -> int:
             """0 until NCCL has made it of another one."""
-            if self._coming is not None and self._coming.all_here():
+            if self._coming is not None and self._coming.ready():
                 comms[id(self._coming)] = self._coming
                 self._ptr, self._coming = id(self._coming), None
             return self._ptr

@@ -153,6 +153,7 @@ def test_one_that_lives_is_left_out_and_its_communicator_is_shrunk_without_an_er
     shrunk = sorted(stay for world in worlds for stay in world.shrunk)
     assert shrunk == ([(0, 2), (1,)] if way in ("revoked", "aborted") else [])
     assert settled() == []
+    assert all(one.aborted or one.destroyed for one in comms(machine))
 
 
 @pytest.mark.thorough
@@ -252,6 +253,7 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
         assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
         assert results[rank][2:] == (2, 2)
     assert settled() == []
+    assert all(one.aborted or one.destroyed for one in comms(machine) if one.device in (0, 2))
 
 
 def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
