@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -45,6 +47,53 @@ for name in json.load(sys.stdin):
     if found is missing:
         missing.append(name)
 print(json.dumps(missing))
+"""
+
+
+SHRINKS_LATE = r"""
+#include <pthread.h>
+#include <stdio.h>
+#include <unistd.h>
+typedef struct ncclComm { int state; } *ncclComm_t;
+static struct ncclComm parent, child;
+static ncclComm_t *room;
+int ncclGetVersion(int *version) { *version = 23003; return 0; }
+const char *ncclGetErrorString(int result) { return "an error"; }
+const char *ncclGetLastError(ncclComm_t comm) { return ""; }
+int ncclCommInitRankScalable(ncclComm_t *made, int size, int rank, int ids, void *id, void *config) {
+    *made = &parent;
+    return 0;
+}
+int ncclCommGetAsyncError(ncclComm_t comm, int *state) { *state = comm->state; return 0; }
+int ncclCommRevoke(ncclComm_t comm, int flags) { printf("revoke %d\n", flags); return fflush(stdout); }
+static void *later(void *nothing) { usleep(200000); *room = &child; parent.state = 0; return nothing; }
+int ncclCommShrink(ncclComm_t comm, int *without, int count, ncclComm_t *made, void *config, int flags) {
+    pthread_t thread;
+    printf("shrink without %d %d of %d, flags %d\n", without[0], without[1], count, flags);
+    *made = 0, room = made, comm->state = 7;
+    return fflush(stdout) + pthread_create(&thread, 0, later, 0) + 7;
+}
+int ncclCommAbort(ncclComm_t comm) {
+    printf("abort %s\n", comm == &child ? "child" : "parent");
+    return fflush(stdout);
+}
+"""
+"""A libnccl with the prototypes of nccl.h and the manners of NCCL: a communicator that is shrunk is there later."""
+
+SHRINKS = """
+import time
+from collectives.backends.nccl.library import find_library
+library = find_library(None, name="nccl4py")
+parent = library.connect(3, 0, bytes(128))
+assert parent.ready()
+library.shrinking.revoke(parent)
+child, looks = library.shrinking.shrink(parent, [2, 1]), 0
+while not child.ready():
+    looks += 1
+    time.sleep(0.01)
+print(looks > 2, child.handle.handle not in (0, parent.handle.handle), flush=True)
+parent.abort()
+child.abort()
 """
 
 
@@ -170,6 +219,29 @@ def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
     assert bytes(core.UniqueId.from_bytes(bytes(range(128)))) == bytes(range(128))
     assert bindings.Comm(0).handle == 0
     bindings.check_status(bindings.Result.InProgress)  # no error: the communicator is not ready yet
+
+
+def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
+    """With the genuine bindings: what is made of a communicator is found where NCCL writes it, when it does."""
+    pytest.importorskip("nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a library in C is compared with nccl4py: install cc")
+    (tmp_path / "nccl.c").write_text(SHRINKS_LATE)
+    command = [compiler, "-shared", "-fPIC", "-o", "libnccl.so.2", "nccl.c", "-lpthread"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINKS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "revoke 0",
+        "shrink without 1 2 of 2, flags 1",
+        "True True",
+        "abort parent",
+        "abort child",
+    ]
 
 
 def test_the_fakes_stand_where_the_genuine_modules_are() -> None:

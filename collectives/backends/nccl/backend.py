@@ -76,7 +76,7 @@ UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """What Open MPI and MPICH set for the processes that they start."""
 
 _in_graphs: list[Engine] = []
-"""Those of which a graph of the caller's holds kernels, which find here that they have to end, until the process does."""
+"""Those whose kernels are in a graph of the caller's, where they read that they have to end: kept with the process."""
 
 Layout = tuple[Any, int, Given, tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""

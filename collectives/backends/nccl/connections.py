@@ -122,6 +122,8 @@ class Connections:
         Whether the first communicator shall stay where the others are aborted, if it can: for `parent`.
     parent : Parent or None
         What has stayed so, of this back end or of the one before.
+    shrunk : bool
+        Whether the first communicator was made of another one.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Connections:
         timeout: float,
         parent: Parent | None = None,
     ) -> None:
-        self.keeps = False
+        self.keeps = self.shrunk = False
         self.parent = parent
         self._name = ""
         self._library = library
@@ -275,7 +277,7 @@ class Connections:
         return thread
 
     def _drop(self, link: Link) -> None:
-        """Abort a communicator; what it is made of, if it is not there yet, before it: else NCCL would go on with that."""
+        """Abort a communicator, and before it the one of which it is made, with which NCCL would else go on."""
         if self.parent is not None and link is self._made[0]:
             self.parent.abort()
         link.abort()
@@ -355,7 +357,7 @@ class Connections:
         self.let_go()
 
     def _beginning(self) -> Callable[[], Link]:
-        """How one more communicator begins, the same on all ranks: of the one that has stayed on all, or by a new id."""
+        """How one more communicator begins, alike on all ranks: of the one that has stayed on all, or by a new id."""
         world, parent, shrinking = self._world, self.parent, self._library.shrinking
         stays = parent is not None and not parent.used
         mine = {
@@ -370,7 +372,7 @@ class Connections:
             names, places = zip(*(one["parent"] for one in told), strict=True)
             without = sorted({*range(parent.size)} - {*places})
             if len({*names}) == 1 and without and list(places) == sorted(places):
-                parent.used = True
+                parent.used = self.shrunk = True
                 return lambda: shrinking.shrink(parent.link, without)
         unique_id = bytes.fromhex(told[0]["id"])
         if not unique_id:

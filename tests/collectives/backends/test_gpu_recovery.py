@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.backend import GoesOn
+from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.connections import Connections
 from collectives.communicator.going_on import can_go_on
@@ -22,6 +23,7 @@ from collectives.peers.over_store import StoreWorld
 from collectives.peers.survivors import Survivors
 from tests.support.fake_nccl import Comm
 from tests.support.fake_streams import Machine
+from tests.support.gpu_exchange_checks import check_shrink
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
@@ -78,16 +80,16 @@ def settled() -> list[str]:
 
 
 @pytest.fixture(params=["revoked", "aborted", "older", "cupy"])
-def way(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
     """How much NCCL helps: 2.28.7, 2.27.3, older, or by CuPy's bindings."""
     if request.param in RELEASES:
         major, minor, micro = RELEASES[request.param]
         release = SimpleNamespace(major=major, minor=minor, micro=micro)
         told = SimpleNamespace(libnccl=SimpleNamespace(version=release, path="/some/libnccl.so.2"))
-        vars(sys.modules["nccl.core"])["get_version"] = lambda: told
+        monkeypatch.setattr(sys.modules["nccl.core"], "get_version", lambda: told)
     else:
-        sys.modules["nccl.core"] = None  # type: ignore[assignment]
-    yield request.param
+        monkeypatch.setitem(sys.modules, "nccl.core", None)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -197,6 +199,30 @@ def test_kernels_that_wait_for_a_dead_rank_end_and_new_arenas_are_made(
 
 
 @pytest.mark.thorough
+def test_one_that_is_left_out_closes_its_arena_without_the_others(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 3, True
+    arrays = floats(3, 24)
+    seconds = [0.0] * 3
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        comm.all_reduce(given)
+        if rank != 1:
+            comm.shrink(without=[1])
+        found = comm.all_reduce(given).get() if rank != 1 else None
+        started = time.monotonic()
+        comm.close()
+        seconds[rank] = time.monotonic() - started
+        return comm.plan, found
+
+    results = outcome(on_every_rank(cupy, plan_for(3), task, **SMALL))
+    for rank in (0, 2):
+        assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
+    assert max(seconds) < 5
+    assert settled() == []
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["at the first text", "in NCCL", "as the engine is opened"])
 def test_another_rank_that_dies_meanwhile_is_left_out_too(
     machine: Machine, cupy: ModuleType, where: str, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +295,7 @@ def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
         if rank == 1:
             broken = cupy.cuda.Stream(non_blocking=True)
             broken.do(lambda: machine.faults.update({1: 700}))
-            with broken, pytest.raises(BackendError, match="the GPU failed.*700"):
+            with broken, pytest.raises(BackendError, match=r"the GPU failed.*700"):
                 comm.all_reduce(given)
             with pytest.raises(BackendError, match="cannot go on"):
                 comm.shrink()
@@ -444,14 +470,11 @@ def test_ranks_that_do_not_meet_at_a_rendezvous_cannot_go_on(machine: Machine, c
 
 
 def test_loopback_gpu_goes_on_without_ranks_as_loopback_does(machine: Machine, cupy: ModuleType) -> None:
-    arrays = floats(4, LENGTH)
-    with Communicator(plan_for(4), "loopback-gpu") as comm, Communicator(plan_for(4)) as reference:
-        comm.all_reduce([cupy.asarray(array) for array in arrays])
-        for one in (comm, reference):
-            one.shrink(without=[1])
-        left = [arrays[rank] for rank in (0, 2, 3)]
-        for _ in range(3):
-            found = comm.all_reduce([cupy.asarray(array) for array in left])
-            wanted = reference.all_reduce(left)
-            assert [one.get().tobytes() for one in found] == [one.tobytes() for one in wanted]
-        assert (comm.size, comm.epoch, comm.notes) == (3, 1, reference.notes)
+    check_shrink(cupy, LENGTH)
+
+
+def test_parts_of_loopback_gpu_have_its_gpu(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 2
+    backend = LoopbackGpu(cupy, 3, device=1)
+    parts = [(one.size, one.arrays.device) for one in backend.split([[0, 2], [1]])]  # type: ignore[attr-defined]
+    assert parts == [(2, 1), (1, 1)]
