@@ -206,7 +206,9 @@ class Group(Unit):
         self.ended = comm.ended
 
     def progress(self) -> bool:
-        if self.comm.aborted or self.ended != self.comm.ended:
+        captured = any(message.capture is not None for _, _, message in self.calls)
+        deaf = captured and self.comm.machine.deaf_graphs
+        if self.comm.aborted or (self.ended != self.comm.ended and not deaf):
             return True
         world, rank = self.comm.world, self.comm.rank
         if not self.posted:

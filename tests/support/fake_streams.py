@@ -126,6 +126,8 @@ class Machine:
         Whether NCCL has windows among them, and multicast addresses of these.
     teams : int
         Into how many sets NCCL takes GPUs to fall that reach each other's memory.
+    deaf_graphs : bool
+        Whether what is under way in graphs goes on when its communicator is revoked.
     ipc : bool
         Whether handles of memory open in other processes.
     opened : list of int
@@ -156,6 +158,7 @@ class Machine:
         self.peers = False
         self.windows = (False, False)
         self.teams = 1
+        self.deaf_graphs = False
         self.ipc = True
         self.opened: list[int] = []
         self.room = 1 << 34

@@ -735,7 +735,10 @@ class NcclBackend(OneRank):
         self._leave_engine(together=False)
         self._drop_graphs()
         self._connections.left(ABORT_SECONDS)
-        self._drain()
+        if not self._drain() and self._connections.parent is not None:
+            # where a kernel has not seen that it was to end, as one in a graph, only an abort still ends it
+            self._connections.let_go()
+            self._drain()
 
     def _drain(self) -> bool:
         """Wait until the GPU has ended what was queued, but not for long; whether it has."""

@@ -198,6 +198,47 @@ def test_kernels_that_wait_for_a_dead_rank_end_and_new_arenas_are_made(
     assert settled() == []
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_one_that_dies_within_a_replayed_graph_is_left_out(
+    machine: Machine, cupy: ModuleType, deaf: bool
+) -> None:
+    """Where the graph goes on although its communicator is revoked, that is aborted, and they go on by a new id."""
+    machine.gpus, machine.deaf_graphs = 3, deaf
+    arrays = floats(3, LENGTH)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(LENGTH, dtype=np.float32)
+        for _ in range(4):
+            comm.all_reduce(given, out=out)
+        backend = backend_of(comm)
+        if rank == 2:
+            agree = backend._agree
+
+            def dies_behind(*about: Any) -> None:
+                agree(*about)
+                dies(backend)
+                raise Gone
+
+            backend._agree = dies_behind
+            with pytest.raises(BackendError):
+                comm.all_reduce(given, out=out)
+            return None
+        before = machine.graph_launches
+        with pytest.raises(BackendError) as raised:
+            comm.all_reduce(given, out=out)
+        assert machine.graph_launches > before
+        assert (raised.value.rank, raised.value.peer) == (rank, 2)
+        comm.shrink()
+        assert (comm.epoch, backend_of(comm)._connections.shrunk) == (1, not deaf)
+        return comm.plan, comm.all_reduce(given, out=out).get()
+
+    results = outcome(on_every_rank(cupy, plan_for(3), task, engine="messages"))
+    for rank in (0, 1):
+        assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 1))
+    assert settled() == []
+    assert all(one.aborted or one.destroyed for one in comms(machine) if one.device != 2)
+
+
 @pytest.mark.thorough
 def test_one_that_is_left_out_closes_its_arena_without_the_others(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 3, True
