@@ -4,8 +4,8 @@ Its place comes from the environment (see `NcclBackend.from_environment`); ``RAN
 ``OVERLAP``, ``GRAPHS``, ``ENGINE`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that
 ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and
 replayed, and say in how many seconds the error came; the communicator is unusable behind them. ``shrink`` and ``leave``
-come after such calls too: the last rank is killed or left out, and the others go on, and say how and in how many
-seconds.
+come after such calls too: the last rank is killed, or left out and let in again, and the others go on, and say how and
+in how many seconds.
 """
 
 from __future__ import annotations
@@ -288,12 +288,21 @@ def shrink(comm: Communicator, rank: int) -> None:
 
 
 def leave(comm: Communicator, rank: int) -> None:
-    """The last rank is left out after a graph was replayed, though nothing is amiss; the others go on."""
+    """The last rank is left out after a graph was replayed, though nothing is amiss; the others go on and let it in."""
     _replayed(comm)
-    if rank == comm.size - 1:
-        say(f"rank {rank}: leave: 0 s, left out")
-    else:
-        _goes_on(comm, "leave", time.monotonic(), (comm.size - 1,))
+    size = comm.size
+    invitation = comm.gather_texts(comm.invitation)[0]
+    if rank == size - 1:
+        comm.close()
+        with Communicator.join(invitation) as again:
+            check(again, rank, AFTERWARDS)
+        return
+    _goes_on(comm, "leave", time.monotonic(), (size - 1,))
+    while not comm.grow():
+        time.sleep(0.01)
+    assert (comm.size, comm.epoch) == (size, 2), f"{comm.size} ranks, epoch {comm.epoch}"
+    check(comm, rank, AFTERWARDS)
+    say(f"rank {rank}: back: {comm.engine}; {comm.notes[-1]}")
 
 
 def _goes_on(comm: Communicator, task: str, started: float, without: tuple[int, ...]) -> None:

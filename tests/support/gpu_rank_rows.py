@@ -154,14 +154,16 @@ def failure_of(
 def going_on(
     count: int, task: str, *, shared: bool, timeout: float = 90.0, **settings: object
 ) -> dict[str, Any]:
-    """How soon, and how, all ranks but the last have gone on without it, after a graph was captured and replayed."""
+    """How soon, and how, all ranks but the last have gone on without it, and whether it came back where it can."""
     count = count or min(8, driver()[1])
     text = ranks(count, f"{task},close", shared=shared, timeout=timeout, **settings)
     left = range(count - 1)
     seconds = seconds_of(text, task, left, GO_ON_SECONDS)
     closed = seconds_of(text, "close", left, CLOSE_SECONDS)
+    back = said(text, "back")
+    assert task != "leave" or len(back) == len(left), f"ranks {sorted(back)} have seen it come back"
     return {
-        "text": f"{said(text, task)[0]}\nclosed within {closed:.3f} s",
+        "text": "\n".join([said(text, task)[0], *list(back.values())[:1], f"closed within {closed:.3f} s"]),
         "seconds": seconds,
         "closed": closed,
     }

@@ -438,6 +438,7 @@ def test_ranks_of_nccl_that_go_on_hold_what_their_tasks_check_on_the_stand_in(
     monkeypatch.setattr(nccl_rank, "start", lambda *_, **__: (task == "leave", text))
     told = gpu_rank_rows.going_on(3, task, shared=False)
     assert re.match(r"[\d.]+ s by ncclCommShrink, .*; epoch 1: without rank 2: 2 ranks", told["text"])
+    assert ("epoch 2: with rank 2 again" in told["text"]) == (task == "leave")
 
 
 def test_ranks_that_are_slow_or_silent_fail_their_row() -> None:

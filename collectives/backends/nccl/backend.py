@@ -271,6 +271,11 @@ class NcclBackend(OneRank):
             world.close()
             raise
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return self._alike
+
     @classmethod
     def among(
         cls,
@@ -755,6 +760,13 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def own_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The GPU of a process that joins a job: number ``LOCAL_RANK`` where that is set, else the one that is current."""
+    if not environment.get("LOCAL_RANK"):
+        return None
+    return number_of(environment, "LOCAL_RANK") % int(cupy.cuda.runtime.getDeviceCount())
 
 
 def no_windows(why: str) -> UsageError:

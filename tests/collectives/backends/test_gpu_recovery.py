@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.backend import GoesOn
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.connections import Connections
@@ -441,59 +441,57 @@ def test_where_nobody_has_gone_all_go_on_by_a_new_id(machine: Machine, cupy: Mod
     assert settled() == []
 
 
-def test_back_ends_of_more_ranks_than_before_are_made_in_the_same_way(
-    machine: Machine, cupy: ModuleType
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["messages", "windows"])
+def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """By a new id, since the newcomer has no communicator; the others give their arenas back together."""
-    machine.gpus, machine.peers = 3, True
+    """It has no communicator to shrink. Arenas are given back where all that know them are there."""
+    machine.gpus, machine.peers = 3, engine == "windows"
     arrays = floats(3, 24)
-    rows: list[dict[int, str]] = [{} for _ in range(20)]
-    full = threading.Condition()
+    invitations: Queue[str] = Queue()
+    found: list[Any] = []
 
-    def gather(rank: int) -> Callable[[str], list[str]]:
-        count = iter(range(20))
+    def come() -> None:
+        invitation = invitations.get(timeout=60)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with Communicator.join(invitation, wait=60) as comm:
+            found.append(summed(comm))
 
-        def say(text: str) -> list[str]:
-            row = rows[next(count)]
-            with full:
-                row[rank] = text
-                full.notify_all()
-                assert full.wait_for(lambda: len(row) == 3, 20)
-            return [row[one] for one in range(3)]
-
-        return say
+    def summed(comm: Communicator) -> Any:
+        with cupy.cuda.Device(comm.rank):
+            given = cupy.asarray(arrays[comm.rank])
+            sums = [comm.all_reduce(given).get() for _ in range(4)]
+        # what is left behind: of the first three the arenas of all, while there was a dead one
+        return comm.plan, sums, comm.engine, backend_of(comm)._connections.shrunk, len(machine.memory)
 
     def task(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(cupy.asarray(arrays[rank]))
-        backend = backend_of(comm)
-        assert isinstance(backend, GoesOn)
-        assert can_go_on(backend)
-        made = backend.go_on(gather(rank), rank=rank, size=3)
-        backend.survivors = None
-        return summed(made, rank)
+        if rank == 1:
+            return dies(backend_of(comm))
+        two = comm.all_reduce(cupy.asarray(arrays[rank])).get()
+        assert backend_of(comm)._connections.shrunk
+        if rank == 0:
+            invitations.put(comm.invitation)
+        while not (joined := comm.grow()):
+            time.sleep(0.01)
+        assert joined == (1,)
+        return two, *summed(comm)
 
-    def summed(made: Any, rank: int) -> Any:
-        with Communicator(plan_for(3), made) as comm:
-            return comm.all_reduce(cupy.asarray(arrays[rank])).get(), comm.engine
-
-    def newcomer() -> None:
-        with cupy.cuda.Device(2):
-            survivors = Survivors("127.0.0.1")
-            made = NcclBackend.among(
-                gather(2), range(3), cupy, rank=2, local="127.0.0.1", survivors=survivors, **SMALL
-            )
-            found.append(summed(made, 2))
-
-    found: list[Any] = []
-    thread = threading.Thread(target=newcomer)
-    thread.start()
-    results = outcome(on_every_rank(cupy, plan_for(2), task, **SMALL))
-    thread.join(60)
-    for one, engine in [*results, *found]:
-        assert one.tobytes() == bits(plan_for(3), arrays, (0, 1, 2))
-        assert engine.startswith("windows over peer access")
+    newcomer = threading.Thread(target=come)
+    newcomer.start()
+    settings = {**SMALL, "engine": engine}
+    results = outcome(on_every_rank(cupy, plan_for(3), task, on_failure="shrink", **settings))
+    newcomer.join(60)
+    for plan, sums, about, shrunk, arenas in [results[0][1:], results[2][1:], *found]:
+        assert plan.digest == plan_for(3).digest
+        assert [one.tobytes() for one in sums] == [bits(plan, arrays, (0, 1, 2))] * 4
+        assert about.startswith(engine)
+        assert not shrunk
+        assert arenas == (6 if engine == "windows" else 0)
+    assert results[0][0].tobytes() == results[2][0].tobytes()
     assert len(found) == 1
-    assert machine.memory == {}
+    assert settled() == []
 
 
 def test_ranks_that_do_not_meet_at_a_rendezvous_cannot_go_on(machine: Machine, cupy: ModuleType) -> None:
