@@ -403,7 +403,12 @@ class NcclBackend(OneRank):
     def writes(self, array: Any) -> bool:
         """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
         inside = self.holds(array.data.ptr, array.nbytes)
-        return inside or (self._engine is not None and _captures(self._users_stream()))
+        return inside or (self._engine is not None and self.captures)
+
+    @property
+    def captures(self) -> bool:
+        """See `Captures.captures`."""
+        return _captures(self._users_stream())
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether memory is of `memory`, where results may be written at once."""

@@ -27,7 +27,7 @@ from tests.support.gpu_exchange_checks import check_shrink
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
 
 LENGTH = 3001
@@ -323,6 +323,57 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
     assert all(one.aborted or one.destroyed for one in comms(machine) if one.device in (0, 2))
 
 
+@pytest.mark.slow
+def test_one_that_does_not_come_in_time_is_left_out_too(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives and hangs, while the others wait for it inside NCCL; when it wakes it hears that it is out."""
+    machine.gpus = 4
+    arrays = floats(4, LENGTH)
+    join, over = Connections.join, threading.Event()
+
+    def late(self: Any, begin: Any) -> Any:
+        if self._device == 1 and self.parent is not None:
+            over.wait(60)
+        return join(self, begin)
+
+    monkeypatch.setattr(Connections, "join", late)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        comm.all_reduce(given)
+        if rank == 3:
+            return dies(backend_of(comm))
+        if rank == 1:
+            survivors = backend_of(comm).survivors
+            agree, said = survivors.agree, []
+
+            def once(*given: Any, **options: Any) -> Any:
+                if said:
+                    over.wait(60)
+                said.append(given)
+                return agree(*given, **options)
+
+            survivors.agree = once
+            with pytest.raises(BackendError, match="out since epoch 2"):
+                comm.all_reduce(given)
+            return None
+        try:
+            found = comm.all_reduce(given).get()
+        finally:
+            over.set()
+        time.sleep(0.5)  # until rank 1 has asked
+        return comm.plan, found, comm.size, comm.epoch
+
+    results = outcome(
+        on_every_rank(cupy, plan_for(4), task, on_failure="shrink", engine="messages", timeout=3.0)
+    )
+    for rank in (0, 2):
+        assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
+        assert results[rank][2:] == (2, 2)
+    assert settled() == []
+
+
 def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
     machine: Machine, cupy: ModuleType
 ) -> None:
@@ -419,6 +470,25 @@ def test_a_graph_of_before_ends_at_once_and_writes_nothing(machine: Machine, cup
 
     results = outcome(on_every_rank(cupy, plan_for(2), task, **SMALL))
     assert not results[0].any()
+
+
+def test_a_collective_that_would_be_repeated_is_not_captured(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+    arrays = floats(2, 24)
+
+    def task(comm: Communicator, rank: int) -> None:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(24, dtype=np.float32)
+        comm.all_reduce(given)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                comm.all_reduce(given, out=out)
+            finally:
+                stream.end_capture()
+
+    for error in on_every_rank(cupy, plan_for(2), task, on_failure="shrink", **SMALL):
+        assert isinstance(error, UsageError)
+        assert 'capture it with a communicator that has on_failure="raise"' in str(error)
 
 
 def test_where_nobody_has_gone_all_go_on_by_a_new_id(machine: Machine, cupy: ModuleType) -> None:
