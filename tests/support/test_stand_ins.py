@@ -21,7 +21,7 @@ import topoplan
 from tests.support import fake_cupy as wires
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import fake_cupy
-from tests.support.fake_nccl import Groups, nccl4py_modules, nccl_faces, nccl_module
+from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces, nccl_module
 from tests.support.fake_streams import Machine
 
 OWN = {
@@ -54,26 +54,43 @@ SHRINKS_LATE = r"""
 #include <pthread.h>
 #include <stdio.h>
 #include <unistd.h>
-typedef struct ncclComm { int state; } *ncclComm_t;
+typedef int ncclResult_t;
+typedef struct ncclComm { ncclResult_t state; } *ncclComm_t;
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef void ncclConfig_t;
 static struct ncclComm parent, child;
 static ncclComm_t *room;
-int ncclGetVersion(int *version) { *version = 23003; return 0; }
-const char *ncclGetErrorString(int result) { return "an error"; }
+ncclResult_t ncclGetVersion(int *version) { *version = 23003; return 0; }
+const char *ncclGetErrorString(ncclResult_t result) { return "an error"; }
 const char *ncclGetLastError(ncclComm_t comm) { return ""; }
-int ncclCommInitRankScalable(ncclComm_t *made, int size, int rank, int ids, void *id, void *config) {
-    *made = &parent;
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId* commIds,
+                                      ncclConfig_t* config) {
+    *newcomm = &parent;
     return 0;
 }
-int ncclCommGetAsyncError(ncclComm_t comm, int *state) { *state = comm->state; return 0; }
-int ncclCommRevoke(ncclComm_t comm, int flags) { printf("revoke %d\n", flags); return fflush(stdout); }
-static void *later(void *nothing) { usleep(200000); *room = &child; parent.state = 0; return nothing; }
-int ncclCommShrink(ncclComm_t comm, int *without, int count, ncclComm_t *made, void *config, int flags) {
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError) {
+    *asyncError = comm->state;
+    return 0;
+}
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
+    printf("revoke %d\n", revokeFlags);
+    return fflush(stdout);
+}
+static void *later(void *nothing) {
+    usleep(200000);
+    *room = &child;
+    parent.state = 0;
+    return nothing;
+}
+ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t* newcomm,
+                            ncclConfig_t* config, int shrinkFlags) {
     pthread_t thread;
-    printf("shrink without %d %d of %d, flags %d\n", without[0], without[1], count, flags);
-    *made = 0, room = made, comm->state = 7;
+    printf("shrink without %d %d of %d, flags %d\n", excludeRanksList[0], excludeRanksList[1], excludeRanksCount,
+           shrinkFlags);
+    *newcomm = 0, room = newcomm, comm->state = 7;
     return fflush(stdout) + pthread_create(&thread, 0, later, 0) + 7;
 }
-int ncclCommAbort(ncclComm_t comm) {
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
     printf("abort %s\n", comm == &child ? "child" : "parent");
     return fflush(stdout);
 }
@@ -242,6 +259,24 @@ def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
         "abort parent",
         "abort child",
     ]
+
+
+def test_the_library_in_c_has_the_prototypes_and_flags_of_ncclh() -> None:
+    header = find_spec("nvidia.nccl")
+    if header is None or not header.submodule_search_locations:
+        pytest.skip("compared with nccl.h: pip install nvidia-nccl-cu12")
+    text = (Path(header.submodule_search_locations[0]) / "include" / "nccl.h").read_text(encoding="utf-8")
+    prototypes = re.findall(r"^(?:ncclResult_t|const char) .*?\)", SHRINKS_LATE, re.MULTILINE | re.DOTALL)
+    assert len(prototypes) == 8
+    for prototype in prototypes:
+        assert "".join(prototype.split()) in "".join(text.split()), prototype
+    for flag in CommShrinkFlag:
+        assert re.search(rf"#define NCCL_SHRINK_{flag.name} 0x{flag.value:02x}\b", text)
+    assert "#define NCCL_REVOKE_DEFAULT 0x00" in text
+    for state in Result:
+        number = re.search(rf"\bnccl{state.name}\s*=\s*(\d)", text)
+        assert number is not None
+        assert int(number[1]) == state
 
 
 def test_the_fakes_stand_where_the_genuine_modules_are() -> None:
