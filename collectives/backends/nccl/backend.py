@@ -311,12 +311,14 @@ class NcclBackend(OneRank):
             As where a back end is made.
         """
         address, place = meeting_within(gather, members, rank=rank, local=local)
+        world: TcpWorld | None = None
         try:
             world = TcpWorld(address, members.index(rank), len(members), timeout=timeout)
             made = cls(cupy, world, timeout=timeout, **options)
         except BaseException:
-            if place is not None:
-                place.close()
+            for one in (world, place):
+                if one is not None:
+                    one.close()
             raise
         if place is not None:
             made._then.append(place.close)

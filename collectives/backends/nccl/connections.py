@@ -235,11 +235,11 @@ class Connections:
         self._leave(lambda link: None if self._keep(link, idle) else self._drop(link))
 
     def let_go(self) -> None:
-        """Begin to abort what has stayed."""
+        """Abort what has stayed; it does not wait for long."""
         parent, self.parent = self.parent, None
         if parent is not None:
             parent.used = True
-            self._apart(parent.abort)
+            self._apart(parent.abort).join(ABORT_SECONDS)
 
     def give_up(self) -> None:
         """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""

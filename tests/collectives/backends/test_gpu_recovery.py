@@ -16,6 +16,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
+from collectives.backends.nccl import backend as backend_module
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.connections import Connections
 from collectives.communicator.going_on import can_go_on
@@ -561,6 +562,50 @@ def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
         assert arenas == (6 if engine == "windows" else 0)
     assert results[0][0].tobytes() == results[2][0].tobytes()
     assert len(found) == 1
+    assert settled() == []
+
+
+@pytest.mark.thorough
+def test_a_newcomer_that_has_no_such_nccl_says_so_and_the_others_go_on_without_it(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus = 3
+    arrays = floats(3, LENGTH)
+    invitations: Queue[str] = Queue()
+    told: list[str] = []
+    prepare = backend_module.prepare
+
+    def prepared(*about: Any, **settings: Any) -> Any:
+        if threading.current_thread() is newcomer:
+            raise UsageError("nccl4py is missing")
+        return prepare(*about, **settings)
+
+    monkeypatch.setattr(backend_module, "prepare", prepared)
+
+    def come() -> None:
+        with pytest.raises(UsageError) as refused:
+            Communicator.join(invitations.get(timeout=60))
+        told.append(str(refused.value))
+
+    def task(comm: Communicator, rank: int) -> Any:
+        if rank == 2:
+            return None
+        comm.shrink(without=[2])
+        if rank == 0:
+            invitations.put(comm.invitation)
+        started = time.monotonic()
+        while comm.epoch < 2:
+            assert comm.grow() == ()
+            assert time.monotonic() < started + 20
+        return comm.plan, comm.all_reduce(cupy.asarray(arrays[rank])).get()
+
+    newcomer = threading.Thread(target=come)
+    newcomer.start()
+    results = outcome(on_every_rank(cupy, plan_for(3), task, engine="messages", timeout=30.0))
+    newcomer.join(60)
+    for plan, found in results[:2]:
+        assert found.tobytes() == bits(plan, arrays, (0, 1))
+    assert told == ["nccl4py is missing"]
     assert settled() == []
 
 
