@@ -26,7 +26,7 @@ from topoplan.plans.size_plans import parse_plan_file
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback, loopback-gpu and shared can, tcp without helpers, and nccl where its ranks meet at a rendezvous)"
+    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, and nccl where its ranks meet at a rendezvous)"
 )
 
 
@@ -60,7 +60,7 @@ class Terms:
         Seconds that a rank waits for another one.
     chunk_bytes : int or None
         Longest piece that moves at once.
-    on_failure : str
+    on_failure, on_slow : str
     """
 
     backend: str
@@ -68,6 +68,7 @@ class Terms:
     timeout: float
     chunk_bytes: int | None
     on_failure: str
+    on_slow: str = "ignore"
 
 
 @dataclass(frozen=True, slots=True)
