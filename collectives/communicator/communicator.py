@@ -935,15 +935,15 @@ class Communicator:
         failure: BackendError | None = None
         while True:
             execution, complete, result = self._open(), False, None
+            outcome.without = tuple(numbers.index(one) for one in numbers if one not in self._numbers)
             try:
                 if root is not None and root not in self._numbers:
                     raise UsageError(f"its root, rank {numbers.index(root)} when it was called, is gone")
                 place = None if root is None else self._numbers.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                lost = [numbers.index(one) for one in numbers if one not in self._numbers]
                 raise BackendError(
-                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
+                    f"went on without rank {', '.join(map(str, outcome.without))}, but this {collective} cannot be repeated: "
                     f"{error}; call it anew among the {self.size} ranks that are left"
                 ) from failure
             try:
@@ -953,7 +953,6 @@ class Communicator:
             except BackendError as error:
                 failure = error
                 progress = self._without_failed(error, Progress(self._handed_over, complete))
-                outcome.without = tuple(numbers.index(one) for one in numbers if one not in self._numbers)
                 if max(one.handed_over for one in progress) == self._handed_over:
                     outcome.repeated = True
                     continue
