@@ -270,12 +270,18 @@ class GoesOn(Protocol):
         How ranks that are left find each other; None where they cannot, or a new back end has taken it over.
     timeout : float
         Seconds that a rank waits for another one.
+    about : dict
+        What that of a rank that joins these must be made with, as JSON has it (`open_among`).
     """
 
     survivors: Survivors | None
 
     @property
     def timeout(self) -> float:
+        """See above."""
+
+    @property
+    def about(self) -> dict[str, Any]:
         """See above."""
 
     def go_on(self, gather: Callable[[str], list[str]], *, rank: int, size: int) -> Backend[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend, Follows
+from collectives.peers.error_rounds import Gather
+from collectives.peers.survivors import Survivors
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 
@@ -199,3 +201,59 @@ def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:
     """
     check_backend(name, settings)
     return BACKENDS[name](plan, settings)
+
+
+def open_among(
+    name: str,
+    gather: Gather,
+    rank: int,
+    size: int,
+    survivors: Survivors,
+    timeout: float,
+    about: Mapping[str, Any],
+) -> Backend[Any]:
+    """The back end of a rank that joins others, while they go on (`GoesOn.go_on`).
+
+    Parameters
+    ----------
+    name : str
+        Of their back end.
+    gather : Gather
+        Among them and this one.
+    rank, size : int
+    survivors : Survivors
+        Of this rank; the back end closes it.
+    timeout : float
+        Seconds that a rank waits for another one.
+    about : mapping
+        What theirs was made with (`GoesOn.about`).
+
+    Raises
+    ------
+    UsageError, BackendError
+        As where it is made; ranks of this back end cannot join.
+    """
+    check_backend(name)
+    if name not in JOINED:
+        raise UsageError(f"no rank can join others over {name}; use {' or '.join(JOINED)}")
+    return JOINED[name](gather, rank=rank, size=size, survivors=survivors, timeout=timeout, about=about)
+
+
+def _join_shared(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.backends.shared.backend import SharedBackend
+
+    return SharedBackend(gather, rank=rank, size=size, timeout=timeout, survivors=survivors)
+
+
+def _join_tcp(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.backends.tcp.backend import TcpBackend
+
+    return TcpBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, **about)
+
+
+JOINED = {"shared": _join_shared, "tcp": _join_tcp}
+"""What makes the back end of a rank that joins others."""

@@ -8,22 +8,35 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, HasEngines, Splits, Step, Traces
+from collectives.backends.backend import Backend, GivesMemory, GoesOn, HasEngines, Splits, Step, Traces
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
-from collectives.communicator.going_on import CANNOT, Left, Progress, can_go_on, checked_ranks, go_on
-from collectives.communicator.handle import Handle, InOrder, Outcome
-from collectives.communicator.what_is_left import Change, note_on, plan_of_rest
+from collectives.communicator.dense_collectives import DenseCollectives
+from collectives.communicator.going_on import (
+    CANNOT,
+    Left,
+    Progress,
+    State,
+    Terms,
+    can_go_on,
+    checked_ranks,
+    come,
+    go_on,
+    of_one_process,
+)
+from collectives.communicator.handle import InOrder, Outcome
+from collectives.communicator.what_is_left import Change, Company, note_on
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
 from collectives.execution.request import request
 from collectives.execution.serving import is_helper, serve
 from collectives.job.given_plan import GivenPlan, open_for_plan
+from collectives.peers.survivors import Survivors
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
@@ -34,13 +47,10 @@ if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
     from topoplan.plans.mesh_plans import MeshPlans
 
-Arrays = TypeVar("Arrays")
-"""One array, or a list of arrays where one process holds several ranks."""
-
 Result = TypeVar("Result")
 
 
-class Communicator:
+class Communicator(DenseCollectives):
     """Runs collectives among the ranks of a plan.
 
     With ``loopback`` all ranks live in this process: every method takes a list with one array per rank and
@@ -196,9 +206,10 @@ class Communicator:
         self.arrays = opened.arrays
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
+        self._on_failure = on_failure
         self._goes_on = on_failure == "shrink" and opened.one_rank
-        self._numbers = tuple(range(opened.size))
-        """The ranks that are left, as they were counted at the beginning."""
+        self._company = Company(plan)
+        self._timeout = timeout
         self._handed_over = 0
         self._execution: Execution[Any] | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
@@ -213,240 +224,6 @@ class Communicator:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.plan.ranks)
-
-    @overload
-    def all_reduce(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
-    ) -> Arrays: ...
-
-    @overload
-    def all_reduce(
-        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[True]
-    ) -> Handle[Arrays]: ...
-
-    @overload
-    def all_reduce(
-        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: bool
-    ) -> Arrays | Handle[Arrays]: ...
-
-    def all_reduce(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks; every rank gets the result, shaped as the inputs.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        op : str
-            sum, prod, min, max or avg.
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-        """
-
-        return self._start("allreduce", None, op, arrays, out, async_op)
-
-    @overload
-    def reduce(
-        self,
-        arrays: Arrays,
-        *,
-        root: int | None = None,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
-    ) -> Arrays: ...
-
-    @overload
-    def reduce(
-        self,
-        arrays: Arrays,
-        *,
-        root: int | None = None,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[True],
-    ) -> Handle[Arrays]: ...
-
-    def reduce(
-        self,
-        arrays: Any,
-        *,
-        root: int | None = None,
-        op: str = "sum",
-        out: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce over all ranks; the root gets the result, the others get None.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
-        op : str
-            sum, prod, min, max or avg.
-        out : as ``arrays``
-            Only the root's is used; the others may be None.
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, with None for all ranks but the root, or a `Handle`.
-        """
-
-        return self._start("reduce", self._root(root), op, arrays, out, async_op)
-
-    @overload
-    def broadcast(
-        self,
-        arrays: Arrays,
-        *,
-        root: int | None = None,
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
-    ) -> Arrays: ...
-
-    @overload
-    def broadcast(
-        self, arrays: Arrays, *, root: int | None = None, out: Arrays | None = None, async_op: Literal[True]
-    ) -> Handle[Arrays]: ...
-
-    def broadcast(
-        self, arrays: Any, *, root: int | None = None, out: Any = None, async_op: bool = False
-    ) -> Any:
-        """Copy the root's array to every rank; what the others hand in is not read, only its shape and dtype.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-        """
-
-        return self._start("broadcast", self._root(root), None, arrays, out, async_op)
-
-    @overload
-    def all_gather(
-        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[False] = False
-    ) -> Arrays: ...
-
-    @overload
-    def all_gather(
-        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
-    ) -> Handle[Arrays]: ...
-
-    @overload
-    def all_gather(
-        self, arrays: Arrays, *, out: Arrays | None = None, async_op: bool
-    ) -> Arrays | Handle[Arrays]: ...
-
-    def all_gather(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
-        """Put the arrays of all ranks one after another along axis 0; every rank gets the whole.
-
-        Parameters
-        ----------
-        arrays : array of shape (m, ...); with several ranks in this process a list of one per rank
-            A single number, shape (), counts as shape (1,).
-        out : arrays of shape (N m, ...)
-            The input of rank r may be the r-th block of its ``out``.
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Arrays of shape (N m, ...), or a `Handle`.
-        """
-
-        return self._start("allgather", None, None, arrays, out, async_op)
-
-    @overload
-    def reduce_scatter(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
-    ) -> Arrays: ...
-
-    @overload
-    def reduce_scatter(
-        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[True]
-    ) -> Handle[Arrays]: ...
-
-    def reduce_scatter(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks and divide the result along axis 0; rank r gets the r-th of N equal blocks.
-
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        op : str
-            sum, prod, min, max or avg.
-        out : arrays of shape (m, ...)
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Arrays of shape (m, ...), or a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            Axis 0 cannot be divided by the number of ranks.
-        """
-
-        return self._start("reduce_scatter", None, op, arrays, out, async_op)
-
-    @overload
-    def all_to_all(
-        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[False] = False
-    ) -> Arrays: ...
-
-    @overload
-    def all_to_all(
-        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
-    ) -> Handle[Arrays]: ...
-
-    def all_to_all(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
-        """Send the r-th of N equal blocks of axis 0 to rank r; the blocks that arrive stand in the order of ranks.
-
-        As ``MPI_Alltoall`` and torch's ``all_to_all_single``.
-
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            Axis 0 cannot be divided by the number of ranks.
-        """
-
-        return self._start("alltoall", None, None, arrays, out, async_op)
 
     def sparse_all_reduce(
         self,
@@ -705,22 +482,177 @@ class Communicator:
         def run() -> None:
             execution = self._open()
             named = checked_ranks(execution.backend, () if without is None else without)
-            if self.plan.plans[-1].helpers:
-                raise UsageError("a plan with helpers cannot shrink; start the job again with what is left")
+            self._check_no_helpers("shrink")
             if not self.one_rank and not named:
                 raise UsageError("all ranks are in this process and none has failed; name those to leave out")
             left = go_on(
-                execution.backend,
-                self.plan,
+                self._state(Progress(self._handed_over)),
                 named,
                 doubted=_accused(execution.failure, self.ranks),
-                epoch=self.epoch,
-                progress=Progress(self._handed_over),
             )
             assert left is not None, "only where it is asked for"
             self._take(left)
 
         self._in_order.run(run)
+
+    @property
+    def invitation(self) -> str:
+        """What another process needs to come in (`join`) where a rank is gone: a line for a file or a variable.
+
+        It says where the ranks that there are listen, and holds as long as one of them lives. Who has it may join.
+
+        Raises
+        ------
+        UsageError
+            All ranks are in this process, or those of this back end cannot go on without one.
+        """
+        return self._survivors("let others in").invitation
+
+    @classmethod
+    def join(cls, invitation: str, *, seat: int | None = None, wait: float = 60.0) -> Communicator:
+        """Come in, as a rank, where others go on without one; they call `grow`.
+
+        Everything is as it is for them: back end, plan, time limits, what to do on a failure. The next call of this
+        rank is the one that theirs is behind `grow`.
+
+        Parameters
+        ----------
+        invitation : str
+            Of one of them (`invitation`).
+        seat : int, optional
+            In place of which rank, as they were counted at the beginning; by default of the lowest that is gone.
+        wait : float
+            Seconds until they let it in.
+
+        Returns
+        -------
+        Communicator
+            Of the grown group.
+
+        Raises
+        ------
+        UsageError
+            This is no invitation.
+        BackendError
+            Nobody is there, or nobody has let this process in.
+        PlanError
+            Their plan is wrong.
+        """
+        survivors = Survivors.knock(invitation, seat=seat, wait=wait)
+        try:
+            left, terms = come(survivors)
+        except BaseException:
+            survivors.close()
+            raise
+        try:
+            made = cls(
+                left.plans,
+                left.backend,
+                chunk_bytes=terms.chunk_bytes,
+                timeout=terms.timeout,
+                on_failure=terms.on_failure,
+            )
+        except BaseException:
+            left.backend.close()
+            raise
+        made.epoch, made._company = left.epoch, left.company
+        made._handed_over = max(one.handed_over for one in left.progress)
+        made.notes = (f"epoch {made.epoch}: joined as rank {made.rank} of {made.size}",)
+        return made
+
+    def grow(self, seats: Collection[int] | None = None) -> tuple[int, ...]:
+        """Let in who comes in place of ranks that are gone; all ranks must call it, at the same border of their work.
+
+        Where nobody is there it costs one exchange of short texts. Ranks are counted anew: those that come take the
+        places of those that are gone, so the plan may be the first one again. What they need, parameters or residuals,
+        is sent to them by the caller, best by `broadcast`. With ``on_failure="raise"``, `shrink` after an error of this
+        method may let them in as well.
+
+        Parameters
+        ----------
+        seats : collection of int, optional
+            Where one process holds all ranks: which come back, as they were counted at the beginning; by default all.
+            Elsewhere whoever called `join`.
+
+        Returns
+        -------
+        tuple of int
+            The ranks that have come, as all are counted from now on.
+
+        Raises
+        ------
+        UsageError
+            A seat is not empty, or they are given where each rank is a process; or this back end cannot go on.
+        BackendError
+            Another rank failed, or makes another call.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+        >>> with Communicator(plan) as comm:
+        ...     comm.shrink(without=[1, 2])
+        ...     comm.grow([2]), comm.plan.ranks, comm.grow(), comm.plan is plan
+        ((1,), ('gpu1', 'gpu5', 'gpu7'), (1,), True)
+        """
+        self._check_no_helpers("grow")
+        if not self.one_rank:
+            return self._in_order.run(partial(self._grow_here, seats))
+        if seats is not None:
+            raise UsageError(
+                "each rank is a process here, and says itself where it wants to join; leave seats out"
+            )
+        return self._in_order.run(self._grow)
+
+    def _grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
+        """`grow` where this process holds all ranks."""
+        empty = self._company.change.without
+        wanted = empty if seats is None else tuple(seats)
+        strange = [seat for seat in wanted if seat not in empty]
+        if strange:
+            raise UsageError(f"rank {strange[0]} of the first plan is not gone; gone are {empty or 'none'}")
+        if not wanted:
+            return ()
+        before = self._company.seats
+        self._take(of_one_process(self._state(), sorted({*before, *wanted})))
+        return self._come_since(before)
+
+    def _grow(self) -> tuple[int, ...]:
+        """`grow` where each rank is a process."""
+        before, survivors = self._company.seats, self._survivors("grow")
+        while True:
+            try:
+                texts = self._open().gather_texts(survivors.knocks)
+            except BackendError as error:
+                if not self._goes_on:
+                    raise
+                progress = self._without_failed(error, Progress(self._handed_over))
+                survivors = self._survivors("grow")
+                if max(one.handed_over for one in progress) == self._handed_over:
+                    continue
+                texts = []  # others had those of all, and have let in whom they named
+            self._handed_over += 1
+            invited = survivors.invited(texts, seats=len(self._company.whole.ranks))
+            if invited:
+                left = go_on(self._state(Progress(self._handed_over)), invited=invited)
+                assert left is not None, "only where it is asked for"
+                self._take(left)
+            return self._come_since(before)
+
+    def _come_since(self, before: Collection[int]) -> tuple[int, ...]:
+        """Ranks at seats that were empty."""
+        return tuple(rank for rank, seat in enumerate(self._company.seats) if seat not in before)
+
+    def _survivors(self, to: str) -> Survivors:
+        """How the ranks find each other where one is gone."""
+        backend = self._open().backend
+        if not isinstance(backend, GoesOn) or backend.survivors is None:
+            raise UsageError(f"cannot {to}: {CANNOT.format(name=backend.name)}")
+        return backend.survivors
+
+    def _check_no_helpers(self, what: str) -> None:
+        if self.plan.plans[-1].helpers:
+            raise UsageError(f"a plan with helpers cannot {what}; start the job again with what is left")
 
     def replan(
         self, *, without_links: Collection[str] = (), slow_links: Mapping[str, float] | None = None
@@ -760,14 +692,15 @@ class Communicator:
 
         def run() -> None:
             execution, before = self._open(), self.plan
+            company = replace(self._company, change=self._company.change.then(change))
             made = execution.planned(
-                lambda: plan_of_rest(before, change),
+                company.plan,
                 collective=before.collective,
                 root=before.root,
                 about=change.digest,
             )
             execution.exchange_plans(PlanStore(made))
-            self.plan = made
+            self.plan, self._company = made, company
             self._renew_sparse(range(len(self.ranks)))
             self.notes = (*self.notes, note_on(before, made, change))
 
@@ -908,9 +841,9 @@ class Communicator:
         except UsageError as error:
             self._refuse(str(error))
             raise
-        outcome, numbers = Outcome(), self._numbers
-        number = None if root is None else numbers[root]
-        task = partial(self._run_to_end, collective, number, op, arrays, out, numbers, outcome)
+        outcome, seats = Outcome(), self._company.seats
+        seat = None if root is None else seats[root]
+        task = partial(self._run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
 
     def _run_to_end(
@@ -920,7 +853,7 @@ class Communicator:
         op: str | None,
         array: Any,
         out: Any,
-        numbers: tuple[int, ...],
+        seats: tuple[int, ...],
         outcome: Outcome,
     ) -> Any:
         """Run a collective into memory of our own, again where a rank is lost, and hand it over when all have it.
@@ -929,22 +862,24 @@ class Communicator:
         ----------
         root : int or None
             As ranks were counted at the beginning.
-        numbers : tuple of int
-            The ranks when it was called.
+        seats : tuple of int
+            Those that were taken when it was called.
         """
         failure: BackendError | None = None
         while True:
             execution, complete, result = self._open(), False, None
-            outcome.without = tuple(numbers.index(one) for one in numbers if one not in self._numbers)
+            left = self._company.seats
+            outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
             try:
-                if root is not None and root not in self._numbers:
-                    raise UsageError(f"its root, rank {numbers.index(root)} when it was called, is gone")
-                place = None if root is None else self._numbers.index(root)
+                if root is not None and root not in left:
+                    raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
+                place = None if root is None else left.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
+                lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
-                    f"went on without rank {', '.join(map(str, outcome.without))}, but this {collective} cannot be repeated: "
-                    f"{error}; call it anew among the {self.size} ranks that are left"
+                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"anew among the {self.size} ranks that are left"
                 ) from failure
             try:
                 result = execution.run(replace(checked, outputs=[None]))
@@ -966,37 +901,41 @@ class Communicator:
 
     def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
         """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
-        execution = self._open()
-        left = go_on(
-            execution.backend,
-            self.plan,
-            (),
-            doubted=_accused(error, self.ranks),
-            progress=progress,
-            only_without=True,
-        )
+        left = go_on(self._state(progress), doubted=_accused(error, self.ranks), only_changed=True)
         if left is None:
             raise error
         self._take(left)
         return left.progress
 
+    def _state(self, progress: Progress | None = None) -> State:
+        """What this process has when it goes on."""
+        backend = self._open().backend
+        about = backend.about if isinstance(backend, GoesOn) else {}
+        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self._on_failure)
+        return State(backend, self._company, self.plan, terms, self.epoch, progress or Progress())
+
     def _take(self, left: Left) -> None:
-        """Go on with what is left."""
-        before, change = self.plan, Change.of(set(range(self.size)) - set(left.ranks))
-        self.plan, self.ranks = left.plans, left.backend.ranks
-        self._numbers = tuple(self._numbers[rank] for rank in left.ranks)
+        """Go on with what is left, or has grown."""
+        before, seats = self.plan, self._company.seats
+        self.plan, self.ranks, self._company = left.plans, left.backend.ranks, left.company
         self.epoch = left.epoch
-        told = note_on(before, left.plans, change) if change.without else "all ranks go on"
-        self.notes = (*self.notes, f"epoch {self.epoch}: {told}")
+        gone = Change.of([rank for rank, seat in enumerate(seats) if seat not in left.company.seats])
+        come = self._come_since(seats)
+        told = [str(gone)] if gone.without else []
+        if come:
+            told.append(f"with rank {', '.join(map(str, come))} again")
+        about = note_on(before, left.plans, ", ".join(told)) if told else "all ranks go on"
+        self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
-        self._renew_sparse([0] if self.one_rank else left.ranks)
+        self._renew_sparse([0] if self.one_rank else [_place(seats, seat) for seat in left.company.seats])
 
-    def _renew_sparse(self, places: Sequence[int]) -> None:
-        """Plan sparse collectives anew, with the residuals at these places."""
+    def _renew_sparse(self, places: Sequence[int | None]) -> None:
+        """Plan sparse collectives anew, with the residuals at these places; None is a rank that has none yet."""
         if self._sparse is not None:
             state: dict[str, list[Mapping[str, Any]]] = {
-                key: [listed[place] for place in places] for key, listed in self._sparse.state().items()
+                key: [_nothing(listed[0]) if place is None else listed[place] for place in places]
+                for key, listed in self._sparse.state().items()
             }
             self._sparse = SparseCollective(self._open())
             self._sparse.restore(state)
@@ -1027,6 +966,18 @@ class Communicator:
         if root is None:
             return 0 if self.plan.root is None else self.plan.root
         return root
+
+
+def _place(seats: Sequence[int], seat: int) -> int | None:
+    return seats.index(seat) if seat in seats else None
+
+
+def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a gradient like this before its first collective."""
+    return {
+        name: np.zeros_like(kept) if isinstance(kept, np.ndarray) else 0 if name == "step" else kept
+        for name, kept in like.items()
+    }
 
 
 def _accused(error: BackendError | None, ranks: Sequence[int]) -> list[int]:

@@ -1,24 +1,28 @@
-"""Going on without ranks that have died or are not wanted: who is left, their plan, and a back end among them.
+"""Going on without ranks that have died or are not wanted, or with new ones: their plan, and a back end among them.
 
-Where each rank is a process, those that live agree on who is left (`collectives.peers.survivors`), the lowest of them
+Where each rank is a process, those that live agree on who is there (`collectives.peers.survivors`), the lowest of them
 plans for all, every one verifies the plan, and they make a new back end. Should another one die meanwhile, they agree
-anew. Where one process holds all ranks it just leaves out their arrays.
+anew. Those that have come are told the first plan of the job and how the others run it. Where one process holds all
+ranks it just leaves out their arrays, or takes in more.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from operator import index
 from typing import Any
 
 from collectives.backends.backend import Backend, GoesOn, Splits
-from collectives.communicator.what_is_left import Change, plan_of_rest
+from collectives.backends.open_backend import open_among
+from collectives.communicator.what_is_left import Change, Company
 from collectives.execution.plan_store import made_here
-from collectives.peers.plan_by_one import plan_by_one
+from collectives.peers.plan_by_one import packed, plan_by_one, unpacked
+from collectives.peers.survivors import Knock, Survivors
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plans
+from topoplan.plans.size_plans import parse_plan_file
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
@@ -43,28 +47,76 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What a rank that comes later must know to do as the others do.
+
+    Parameters
+    ----------
+    backend : str
+        Its name.
+    about : dict
+        What that back end was made with (`GoesOn.about`).
+    timeout : float
+        Seconds that a rank waits for another one.
+    chunk_bytes : int or None
+        Longest piece that moves at once.
+    on_failure : str
+    """
+
+    backend: str
+    about: dict[str, Any]
+    timeout: float
+    chunk_bytes: int | None
+    on_failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
-    """What is left.
+    """What is left, or has grown.
 
     Parameters
     ----------
     backend : Backend
-        Among the ranks that are left.
+        Among the ranks that there are now.
+    company : Company
+        They.
     plans : Plan or SizePlans
         Theirs, verified.
-    ranks : tuple of int
-        They, as they were counted before.
     epoch : int
-        How often ranks were left out by now, this time included.
+        How many agreements there were, this one included.
     progress : tuple of Progress
-        Of each of them; empty where one process holds all.
+        Of each rank; empty where one process holds all.
     """
 
     backend: Backend[Any]
+    company: Company
     plans: Plans
-    ranks: tuple[int, ...]
     epoch: int
     progress: tuple[Progress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a rank has when it goes on.
+
+    Parameters
+    ----------
+    backend : Backend
+        Closed where ranks go on, or ended by a failure.
+    company : Company
+    plans : Plan or SizePlans
+        By which it works.
+    terms : Terms
+    epoch : int
+    progress : Progress
+    """
+
+    backend: Backend[Any]
+    company: Company
+    plans: Plans
+    terms: Terms
+    epoch: int = 0
+    progress: Progress = Progress()
 
 
 def can_go_on(backend: Backend[Any]) -> bool:
@@ -100,33 +152,26 @@ def checked_ranks(backend: Backend[Any], without: Collection[int]) -> tuple[int,
 
 
 def go_on(
-    backend: Backend[Any],
-    plans: Plans,
-    without: Collection[int],
+    state: State,
+    without: Collection[int] = (),
     *,
     doubted: Collection[int] = (),
-    epoch: int = 0,
-    progress: Progress | None = None,
-    only_without: bool = False,
+    invited: Collection[Knock] = (),
+    only_changed: bool = False,
 ) -> Left | None:
-    """Go on with the ranks that are left; each of them must call this.
+    """Go on with the ranks that are left, and those that come; each of them must call this.
 
     Parameters
     ----------
-    backend : Backend
-        Closed here, or ended by a failure.
-    plans : Plan or SizePlans
-        Of all ranks.
+    state : State
     without : collection of int
         Ranks to leave out, besides those that are gone.
     doubted : collection of int
         Ranks whose failure was reported.
-    epoch : int
-        Before.
-    progress : Progress, optional
-        Of this rank.
-    only_without : bool
-        Return None, on all ranks, where nobody is gone.
+    invited : collection of Knock
+        Who is let in.
+    only_changed : bool
+        Return None, on all ranks, where nobody is gone or has come.
 
     Raises
     ------
@@ -135,51 +180,147 @@ def go_on(
     BackendError
         The others have left this rank out, or the back end cannot go on.
     """
+    backend = state.backend
     if not can_go_on(backend):
         raise BackendError(CANNOT.format(name=backend.name))
     if not backend.one_rank:
-        assert isinstance(backend, Splits), "looked at before"
-        left = tuple(rank for rank in range(backend.size) if rank not in without)
-        made = made_here(lambda: plan_of_rest(plans, Change.of(without))) if without else plans
-        (fewer,) = backend.split([left])
-        backend.close()
-        return Left(fewer, made, left, epoch + 1)
+        seats = [seat for rank, seat in enumerate(state.company.seats) if rank not in without]
+        return of_one_process(state, seats)
     assert isinstance(backend, GoesOn), "looked at before"
-    mine = json.dumps([progress.handed_over, progress.complete] if progress else [0, False])
-    survivors, ranks = backend.survivors, tuple(range(backend.size))
+    survivors, timeout = backend.survivors, state.terms.timeout
     assert survivors is not None, "looked at before"
-    (own,) = backend.ranks
-    for attempt in range(backend.size + 1):
-        agreed = survivors.agree(without, timeout=backend.timeout, doubted=doubted)
-        ranks, without, doubted = tuple(ranks[place] for place in agreed), (), ()
-        if only_without and len(ranks) == backend.size:
-            return None
+    attempts = backend.size + len(invited) + 1
+    for attempt in range(attempts):
+        survivors.agree(without, timeout=timeout, doubted=doubted, invited=invited)
+        without, doubted, invited = (), (), ()
         try:
-            return _made_anew(backend, plans, ranks, own, mine)
+            return _made_anew(survivors, timeout, _Told.of(state), state, only_changed=only_changed)
         except BackendError:  # another rank has died meanwhile
-            if attempt == backend.size:
+            if attempt == attempts - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
-def _made_anew(backend: GoesOn, plans: Plans, ranks: Sequence[int], own: int, mine: str) -> Left:
-    """Plan for these ranks, and let them meet."""
-    survivors = backend.survivors
-    assert survivors is not None, "looked at before"
+def of_one_process(state: State, seats: Sequence[int]) -> Left:
+    """Go on with the ranks at these seats, where one process holds all."""
+    assert isinstance(state.backend, Splits), "looked at before"
+    company = state.company.at(seats)
+    changed = company != state.company
+    plans = made_here(company.plan) if changed else state.plans
+    (made,) = state.backend.split([range(len(seats))])
+    state.backend.close()
+    return Left(made, company, plans, state.epoch + 1)
+
+
+def come(survivors: Survivors) -> tuple[Left, Terms]:
+    """Go on, as one that was let in (`Survivors.knock`), with those that have; they call `go_on`.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As `go_on`.
+    BackendError
+        All that have let it in have died, or have left it out again.
+    """
+    heard: list[_Told] = []
+    attempts = len(survivors.members) + 1
+    for attempt in range(attempts):
+        survivors.agree(timeout=survivors.timeout)
+        try:
+            left = _made_anew(survivors, survivors.timeout, None, None, heard=heard)
+        except BackendError:  # another rank has died meanwhile
+            if attempt == attempts - 1:
+                raise
+            continue
+        assert left is not None, "something has changed: this rank is there"
+        return left, heard[0].terms
+    raise AssertionError("the last attempt returns or raises")
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the ranks that come must be told, and all whose plans are not the same."""
+
+    company: Company
+    terms: Terms
+
+    @staticmethod
+    def of(state: State) -> _Told:
+        return _Told(state.company, state.terms)
+
+    def text(self, *, whole: bool) -> str:
+        """For the others, with or without the first plan."""
+        change, terms = self.company.change, self.terms
+        plan = self.company.whole.to_json() if whole else ""
+        return packed(json.dumps({"change": asdict(change), "terms": asdict(terms), "plan": plan}))
+
+    @staticmethod
+    def heard(text: str, known: _Told | None) -> _Told:
+        """By one that knows nothing yet, or has known this."""
+        told = json.loads(unpacked(text))
+        links = dict(told["change"], slow_links=dict(told["change"]["slow_links"]))
+        whole = known.company.whole if known else parse_plan_file(told["plan"])
+        terms = known.terms if known else Terms(**told["terms"])
+        return _Told(Company(whole, Change.of(links.pop("without"), **links)), terms)
+
+
+def _made_anew(
+    survivors: Survivors,
+    timeout: float,
+    known: _Told | None,
+    state: State | None,
+    *,
+    heard: list[_Told] | None = None,
+    only_changed: bool = False,
+) -> Left | None:
+    """Plan for the ranks that there are, and let them meet.
+
+    Parameters
+    ----------
+    known : _Told, optional
+        What this rank knows; None for one that has just come.
+    state : State, optional
+        Of a rank that was there before.
+    heard : list of _Told, optional
+        Where one that comes puts what it is told.
+    only_changed : bool
+        Return None where nobody is gone or has come.
+    """
 
     def gather(text: str) -> list[str]:
-        return survivors.gather(text, timeout=backend.timeout)
+        return survivors.gather(text, timeout=timeout)
 
-    change = Change.of(set(range(len(plans.ranks))) - set(ranks))
-    rank, made = ranks.index(own), plans
-    if change.without:
-        made = plan_by_one(gather, lambda: plan_of_rest(plans, change), rank=rank)
-    fewer: Any = backend.go_on(gather, rank=rank, size=len(ranks))
+    rank, size = survivors.members.index(survivors.rank), len(survivors.members)
+    has = gather("" if state is None else f"{state.company.change.digest} {state.plans.digest}")
+    if len(set(has)) > 1:  # one comes, or one had heard of an agreement that others had not
+        teller = next(place for place, one in enumerate(has) if one)
+        mine = known.text(whole="" in has) if known and rank == teller else ""
+        known = _Told.heard(gather(mine)[teller], known)
+        if heard is not None:
+            heard[:] = [known]
+    assert known is not None, "who comes was told"
+    company = known.company.at(survivors.seats)
+    if state is not None and set(has) == {f"{company.change.digest} {state.plans.digest}"}:
+        if only_changed:
+            return None
+        plans = state.plans
+    else:
+        plans = plan_by_one(gather, company.plan, rank=rank)
+    made: Any
+    if state is None:
+        made = open_among(
+            known.terms.backend, gather, rank, size, survivors, known.terms.timeout, known.terms.about
+        )
+    else:
+        assert isinstance(state.backend, GoesOn), "looked at before"
+        made = state.backend.go_on(gather, rank=rank, size=size)
     try:
-        told = [Progress(*json.loads(text)) for text in gather(mine)]
+        progress = state.progress if state else Progress()
+        told = [Progress(*json.loads(text)) for text in gather(json.dumps(astuple(progress)))]
     except BaseException:
-        fewer.survivors = None
-        fewer.close()
+        made.survivors = None
+        made.close()
         raise
-    backend.survivors = None
-    return Left(fewer, made, tuple(ranks), survivors.epoch, tuple(told))
+    if state is not None and isinstance(state.backend, GoesOn):
+        state.backend.survivors = None
+    return Left(made, company, plans, survivors.epoch, tuple(told))

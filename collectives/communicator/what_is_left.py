@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topoplan.choice.alike import plan_alike
 from topoplan.choice.by_size import plan_by_size
@@ -58,6 +58,14 @@ class Change:
         """In few letters, by which ranks see that they mean the same."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    def then(self, links: Change) -> Change:
+        """Both, where of a wire that both name as slow the later speed holds."""
+        return Change.of(
+            (*self.without, *links.without),
+            without_links=(*self.without_links, *links.without_links),
+            slow_links=dict((*self.slow_links, *links.slow_links)),
+        )
+
     def __str__(self) -> str:
         parts = [
             f"rank {', '.join(map(str, self.without))}" if self.without else "",
@@ -65,6 +73,53 @@ class Change:
             *(f"{wire} at {speed:g} GB/s" for wire, speed in self.slow_links),
         ]
         return "without " + "; ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """Who works together by now, of those that a job's first plan is for.
+
+    Parameters
+    ----------
+    whole : Plan or SizePlans
+        The first plan; each of its ranks is a seat.
+    change : Change
+        What it does without by now; its ranks are empty seats.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> company = Company(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))
+    >>> company.at([0, 2, 3]).seats, company.at([0, 2, 3]).plan().ranks
+    ((0, 2, 3), ('gpu1', 'gpu5', 'gpu7'))
+    """
+
+    whole: Plans
+    change: Change = Change()
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """Those that are taken, ascending; rank i has the i-th."""
+        return tuple(seat for seat in range(len(self.whole.ranks)) if seat not in self.change.without)
+
+    def at(self, seats: Collection[int]) -> Company:
+        """With these seats taken."""
+        return replace(
+            self,
+            change=replace(
+                self.change, without=tuple(sorted(set(range(len(self.whole.ranks))).difference(seats)))
+            ),
+        )
+
+    def plan(self) -> Plans:
+        """Their plan: that of `plan_of_rest`, or the first one where all are there.
+
+        Raises
+        ------
+        UsageError, InfeasibleError
+            As `plan_of_rest`.
+        """
+        return plan_of_rest(self.whole, self.change) if self.change != Change() else self.whole
 
 
 def left_of(given: Plans, change: Change) -> Topology:
@@ -76,10 +131,10 @@ def left_of(given: Plans, change: Change) -> Topology:
         A rank or wire is not there, or no rank is left.
     """
     machine = given.topology
-    if change.without_links:
-        machine = without_links(machine, change.without_links)
     if change.slow_links:
         machine = slow_links(machine, dict(change.slow_links))
+    if change.without_links:
+        machine = without_links(machine, change.without_links)
     gone = [machine.gpus.index(given.ranks[rank]) for rank in change.without]
     return without_gpus(machine, gone) if gone else machine
 
@@ -129,8 +184,8 @@ def plan_of_rest(given: Plans, change: Change) -> Plans:
         return made(machine, collective, root=root)
 
 
-def note_on(before: Plans, after: Plans, change: Change) -> str:
-    """What a person wants to know of the new plan, in one line.
+def note_on(before: Plans, after: Plans, change: Change | str) -> str:
+    """What a person wants to know of the new plan, in one line that begins with what has changed.
 
     Examples
     --------

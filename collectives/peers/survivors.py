@@ -12,6 +12,10 @@ for dead and comes back hears that it is out.
 
 A network that is cut in two is not told from dead ranks: the ranks of each side would go on by themselves. So fewer
 than half do not go on while others are only silent, nor half without the lowest rank.
+
+Who comes later knocks at the ranks that it was told of (`Survivors.invitation`). When they let it in it gets a seat,
+the place in the job's first plan of a rank that is gone, and takes part in an agreement, whose epoch it begins in. Who
+hears only in that agreement of those that others have let in lets them in too.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, NoReturn
 
 from collectives.peers.address import ahead_of_data, this_host
 from collectives.peers.error_rounds import Gather
@@ -39,8 +43,59 @@ from topoplan.errors import BackendError, UsageError
 DOUBTED_SECONDS = 1.0
 """Time in which a rank must say something whose failure others have reported."""
 
+INVITATION = "topoplan.invitation/1"
+
+OWN_NUMBERS = 1 << 32
+"""From here on ranks that come later choose their numbers by chance: out of so many that no two have the same."""
+
 NOTICED = 3
 """Timeouts within which all ranks notice a failure: one waits for the victim, another for it, and then they judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What others must know of a rank.
+
+    Parameters
+    ----------
+    host, port : str, int
+        Where it listens.
+    token : str
+        What those say there that belong to the job.
+    processes, pid : str, int
+        Its process, and what it has in common with those that can see it by this number.
+    seat : int
+        Its place in the job's first plan.
+    """
+
+    host: str
+    port: int
+    token: str
+    processes: str
+    pid: int
+    seat: int = -1
+
+    @staticmethod
+    def of(fields: Sequence[object]) -> Card:
+        """Of what a message carries (`dataclasses.astuple`)."""
+        host, port, token, processes, pid, seat = fields
+        return Card(str(host), int(str(port)), str(token), str(processes), int(str(pid)), int(str(seat)))
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """A process that wants to be let in.
+
+    Parameters
+    ----------
+    number : int
+        Of its own choice, out of so many that no other has it.
+    card : Card
+        Its seat is the one that it wants; -1 for any.
+    """
+
+    number: int
+    card: Card
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +113,8 @@ class _Line:
 class Survivors:
     """The ranks of a job as one of them sees them, whoever dies.
 
-    Ranks are counted here as at the job's beginning; what the methods take and return is counted as now.
+    Each has a number that stays, and a seat: its place in the job's first plan. Those that began the job have the
+    numbers of their seats. A rank is the how manieth of those that are left, by their seats.
 
     Parameters
     ----------
@@ -70,7 +126,9 @@ class Survivors:
     epoch : int
         How many agreements there were.
     members : tuple of int
-        The ranks that are left.
+        The numbers of the ranks that are left, in order of their seats.
+    timeout : float
+        Seconds of a collective, of one that was let in.
     """
 
     def __init__(self, local: str) -> None:
@@ -78,11 +136,12 @@ class Survivors:
         self._listener = socket.create_server((local, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
-        self._where: list[tuple[str, int, str]] = []
-        self._pids: list[tuple[str, int]] = []
+        self._cards: dict[int, Card] = {}
+        self._new: dict[int, frozenset[int]] = {}
         self.local = local
         self.rank = -1
         self.epoch = 0
+        self.timeout = 0.0
         self.members: tuple[int, ...] = ()
         self._changed = threading.Condition(threading.RLock())
         self._selector = selectors.DefaultSelector()
@@ -91,8 +150,9 @@ class Survivors:
         self._closed = False
         self._lines: dict[int, _Line] = {}
         self._visitors: set[_Line] = set()
+        self._knocking: dict[_Line, Knock] = {}
         self._gone: set[int] = set()
-        self._said: dict[tuple[int, int], frozenset[int]] = {}
+        self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
         self._decided: dict[int, tuple[int, ...]] = {}
@@ -116,22 +176,128 @@ class Survivors:
     @property
     def card(self) -> str:
         """What the others must know of this rank."""
-        return json.dumps(
-            [self.local, self._listener.getsockname()[1], self._token, _processes(), os.getpid()]
-        )
+        return json.dumps(astuple(self._own_card()))
 
     def know(self, rank: int, cards: Sequence[str]) -> None:
         """Learn where all ranks listen, from their cards in order of rank."""
         self.rank = rank
-        told = [json.loads(card) for card in cards]
-        self._where = [(str(host), int(port), str(token)) for host, port, token, _, _ in told]
-        self._pids = [(str(where), int(pid)) for *_, where, pid in told]
+        self._cards = {
+            number: replace(Card.of(json.loads(card)), seat=number) for number, card in enumerate(cards)
+        }
         self.members = tuple(range(len(cards)))
 
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The seat of each rank that is left, in order."""
+        return tuple(self._cards[number].seat for number in self.members)
+
+    @property
+    def invitation(self) -> str:
+        """Where the ranks that are left are to be found, in one line, for who is to `knock`.
+
+        Who has it may join the job.
+        """
+        with self._changed:
+            self._listen()
+            where = [[number, *astuple(self._cards[number])[:3]] for number in self.members]
+            return json.dumps([INVITATION, where])
+
+    @staticmethod
+    def knock(invitation: str, *, seat: int | None = None, wait: float) -> Survivors:
+        """Knock at the ranks of an invitation until they let this process in; the next that all do is to `agree`.
+
+        Parameters
+        ----------
+        invitation : str
+        seat : int, optional
+            Which it wants; by default any that is empty.
+        wait : float
+            Seconds.
+
+        Raises
+        ------
+        UsageError
+            This is no invitation.
+        BackendError
+            Nobody is there, or nobody has let it in.
+        """
+        try:
+            kind, told = json.loads(invitation)
+            doors = {int(number): (str(host), int(port), str(token)) for number, host, port, token in told}
+        except (TypeError, ValueError):
+            kind, doors = "", {}
+        if kind != INVITATION or not doors:
+            raise UsageError(
+                f"this is no invitation: {invitation[:60]!r}; take what Communicator.invitation gives"
+            )
+        until = time.monotonic() + wait
+        open_doors: dict[socket.socket, tuple[int, Unpacker]] = {}
+        made: Survivors | None = None
+        try:
+            for number, (host, port, _) in doors.items():
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection((host, port), min(wait, DOUBTED_SECONDS))
+                    open_doors[connection] = number, Unpacker()
+            if not open_doors:
+                raise BackendError(
+                    f"none of the {len(doors)} ranks of the invitation is there any more; take a new one, or start the "
+                    "job again"
+                )
+            made = Survivors(next(iter(open_doors)).getsockname()[0])
+            made.rank = OWN_NUMBERS + secrets.randbits(62)
+            card = replace(made._own_card(), seat=-1 if seat is None else seat)
+            for connection, (number, _) in open_doors.items():
+                about = {**made._head("knock", 0), "token": doors[number][2], "card": astuple(card)}
+                with contextlib.suppress(OSError):
+                    connection.sendall(pack(about))
+            made._take_seat(_welcomed(open_doors, until, wait))
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
+        finally:
+            for connection in open_doors:
+                connection.close()
+        return made
+
+    @property
+    def knocks(self) -> str:
+        """Who knocks here, as a text for the others (`invited`)."""
+        with self._changed:
+            self._listen()
+            return json.dumps([[one.number, astuple(one.card)] for one in self._knocking.values()])
+
+    def invited(self, texts: Collection[str], *, seats: int) -> tuple[Knock, ...]:
+        """Who of those that knock at any rank is let in, and at which seats; the same on all ranks.
+
+        Those that want a seat get it where it is empty, then the others what is left; who finds none goes on waiting.
+
+        Parameters
+        ----------
+        texts : collection of str
+            What each rank has in `knocks`.
+        seats : int
+            How many there are.
+        """
+        asking = {int(number): Card.of(card) for text in texts for number, card in json.loads(text)}
+        empty = [seat for seat in range(seats) if seat not in self.seats]
+        found = []
+        for number, card in sorted(asking.items(), key=lambda one: (one[1].seat < 0, one[1].seat, one[0])):
+            if empty and (card.seat < 0 or card.seat in empty):
+                seat = empty[0] if card.seat < 0 else card.seat
+                empty.remove(seat)
+                found.append(Knock(number, replace(card, seat=seat)))
+        return tuple(found)
+
     def agree(
-        self, without: Collection[int] = (), *, timeout: float, doubted: Collection[int] = ()
+        self,
+        without: Collection[int] = (),
+        *,
+        timeout: float,
+        doubted: Collection[int] = (),
+        invited: Collection[Knock] = (),
     ) -> tuple[int, ...]:
-        """The ranks that are left, as all of them see it; all of them must call this.
+        """The seats of those that are left, as all of them see it; all of them must call this.
 
         Parameters
         ----------
@@ -141,54 +307,67 @@ class Survivors:
             Seconds of a collective. A rank that nobody reported is waited for `NOTICED` times as long.
         doubted : collection of int
             Ranks whose failure was reported: they are waited for no longer than `DOUBTED_SECONDS`.
+        invited : collection of Knock
+            Who is let in (`Survivors.invited`).
 
         Returns
         -------
         tuple of int
-            Ascending, counted as before; from now on they are counted anew, in this order.
+            Ascending; from now on rank i is that at the i-th.
 
         Raises
         ------
         BackendError
             The others have left this rank out, or too many are silent.
         """
-        members, wanted, me = self.members, self.epoch + 1, self.rank
-        gone = {members[place] for place in without}
-        patience = {
-            rank: min(timeout, DOUBTED_SECONDS) if place in doubted else NOTICED * timeout
-            for place, rank in enumerate(members)
-        }
+        before, wanted, me = self.members, self.epoch + 1, self.rank
+        gone = {before[place] for place in without}
+        known_to_fail = {before[place] for place in doubted}
         silent: set[int] = set()
         with self._changed:
-            self._begin(members)
-            since, said = time.monotonic(), None
+            if invited:
+                self._let_in(wanted, {one.number: one.card for one in invited})
+                self._welcome(invited, timeout)
+            self._begin()
+            since, members = time.monotonic(), before
+            said: tuple[frozenset[int], frozenset[int]] | None = None
+            behind: dict[int, float] = {}
             while wanted not in self._decided:
                 self._check_out()
+                new = self._new.get(wanted, frozenset())
+                if not new <= set(members):
+                    members = tuple(sorted({*members, *new}, key=lambda number: self._cards[number].seat))
+                    said = None
+                self._reach(members)
                 heard = {rank: self._said.get((wanted, rank)) for rank in members if rank != me}
                 known = self._gone | {rank for rank in heard if self._ended(rank)}
-                gone |= known.union(*(one for one in heard.values() if one is not None)) & set(members)
+                gone |= known.union(*(one[1] for one in heard.values() if one is not None)) & set(members)
                 silent.update(*(self._silent.get((wanted, rank), ()) for rank in heard))
-                if gone == said:
-                    behind = [rank for rank, one in heard.items() if one != said and rank not in gone]
-                    late = {rank for rank in behind if time.monotonic() - since >= patience[rank]}
+                if said == (new, frozenset(gone)):
+                    behind = {
+                        rank: min(timeout, DOUBTED_SECONDS) if rank in known_to_fail else NOTICED * timeout
+                        for rank, one in heard.items()
+                        if one != said and rank not in gone
+                    }
+                    late = {rank for rank, patience in behind.items() if time.monotonic() - since >= patience}
                     gone |= late
                     silent |= late
-                if gone != said:
-                    since, said = time.monotonic(), frozenset(gone)
+                if said != (new, frozenset(gone)):
+                    since, said = time.monotonic(), (new, frozenset(gone))
+                    told = {"gone": sorted(gone), "silent": sorted(silent), "new": self._cards_of(new)}
                     for line in list(self._lines.values()):
-                        told = {"gone": sorted(said), "silent": sorted(silent)}
                         self._send(line, {**self._head("gone", wanted), **told})
                     continue
                 if me in gone:
                     self._leave(
-                        wanted, [rank for rank, one in heard.items() if one is not None and me in one]
+                        wanted, [rank for rank, one in heard.items() if one is not None and me in one[1]]
                     )
                 left = tuple(rank for rank in members if rank not in gone)
                 if not behind:
-                    self._check_half(members, left, silent)
+                    self._check_half(left, silent)
                     self._decided[wanted] = left
                     break
-                until = min(since + patience[rank] for rank in behind)
+                until = since + min(behind.values())
                 self._changed.wait(min(LOOK, max(0.001, until - time.monotonic())))
             left = self._decided[wanted]
             if me not in left:
@@ -196,7 +375,7 @@ class Survivors:
             for visitor in list(self._visitors):
                 self._answer(visitor, wanted)
             self.epoch, self.members, self._round = wanted, left, 0
-            return tuple(members.index(rank) for rank in left)
+            return self.seats
 
     def gather(self, text: str, *, timeout: float) -> list[str]:
         """What every rank says that is left, in order; all of them call this after an agreement.
@@ -228,7 +407,7 @@ class Survivors:
                     what = "has died" if lost else "begins anew" if anew else "does not answer"
                     raise BackendError(
                         f"rank {peer} {what} while the ranks that are left find each other",
-                        rank=self.members.index(self.rank),
+                        rank=self._place(),
                         peer=peer,
                     )
                 self._changed.wait(left)
@@ -257,32 +436,46 @@ class Survivors:
             self._leave(*self._after_me)
 
     def _leave(self, epoch: int, others: Collection[int]) -> NoReturn:
+        began = sum(number < OWN_NUMBERS for number in self._cards)
         raise BackendError(
-            f"this rank is out since epoch {epoch}: ranks that go on ({_listed(others)} of the {len(self._where)} that "
-            f"began) took it for dead or were told to leave it out; what it has is of epoch {self.epoch}, end this "
-            "process",
-            rank=self.members.index(self.rank),
+            f"this rank is out since epoch {epoch}: ranks that go on ({self._at(others)} of the {began} that began) "
+            f"took it for dead or were told to leave it out; what it has is of epoch {self.epoch}, end this process",
+            rank=self._place(),
         )
 
-    def _check_half(self, members: Sequence[int], left: Sequence[int], silent: Collection[int]) -> None:
-        half = 2 * len(left) - len(members)
-        if silent and (half < 0 or (half == 0 and members[0] not in left)):
+    def _check_half(self, left: Collection[int], silent: Collection[int]) -> None:
+        """Raise where these may not go on by themselves; who is let in just now does not count."""
+        before = self.members
+        stay = [number for number in before if number in left]
+        if not stay:
+            raise BackendError("the ranks that have let this process in are gone; start the job again")
+        half = 2 * len(stay) - len(before)
+        if silent and (half < 0 or (half == 0 and before[0] not in left)):
             raise BackendError(
-                f"ranks {_listed(silent)} are silent, and have not ended as far as is known: the network may be cut in "
-                f"two, and the {len(left)} of {len(members)} ranks here leave it to the others to go on",
-                rank=self.members.index(self.rank),
+                f"ranks {self._at(silent)} are silent, and have not ended as far as is known: the network may be cut "
+                f"in two, and the {len(stay)} of {len(before)} ranks here leave it to the others to go on",
+                rank=self._place(),
             )
 
     def _ended(self, rank: int) -> bool:
         """Whether the process of a rank of this host has ended; a child that it forked off may hold its sockets."""
-        where, pid = self._pids[rank]
-        return where == self._pids[self.rank][0] and process_state(pid) in "ZX"
+        card = self._cards[rank]
+        return card.processes == self._cards[self.rank].processes and process_state(card.pid) in "ZX"
+
+    def _place(self) -> int | None:
+        """This rank as it is counted now."""
+        return self.members.index(self.rank) if self.rank in self.members else None
+
+    def _at(self, numbers: Collection[int]) -> str:
+        """Ranks as they are counted in the first plan."""
+        seats = [self._cards[number].seat for number in numbers if number in self._cards]
+        return ", ".join(map(str, sorted(seats)))
 
     def _head(self, kind: str, epoch: int) -> dict[str, object]:
         return {"type": kind, "from": self.rank, "epoch": epoch}
 
-    def _begin(self, members: Sequence[int]) -> None:
-        """Open a line to every other rank."""
+    def _listen(self) -> None:
+        """Attend to who comes, from now on."""
         if self._closed:
             raise UsageError("the communicator is closed; make a new one")
         if self._thread is None:
@@ -290,28 +483,73 @@ class Survivors:
             self._selector.register(self._woken, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="survivors", daemon=True)
             self._thread.start()
+
+    def _begin(self) -> None:
+        """Begin an agreement: without the lines of the one before."""
+        self._listen()
         for line in list(self._lines.values()):
             self._drop(line)
         self._lines, self._gone = {}, set()
-        for rank in members:
+
+    def _reach(self, members: Sequence[int]) -> None:
+        """Open a line to every other rank to which there is none."""
+        missing = [one for one in members if one not in self._lines and one not in self._gone]
+        for rank in missing:
             if rank == self.rank:
                 continue
-            host, port, _ = self._where[rank]
-            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            card = self._cards[rank]
+            connection = socket.socket(socket.AF_INET6 if ":" in card.host else socket.AF_INET)
             connection.setblocking(False)
             ahead_of_data(connection)
             line = self._lines[rank] = _Line(connection, rank, connected=False)
-            status = connection.connect_ex((host, port))
+            status = connection.connect_ex((card.host, card.port))
             if status not in (0, errno.EINPROGRESS):
                 self._lost(line)
                 continue
             self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
-        self._waker.send(b".")
+        if missing != [self.rank]:
+            self._waker.send(b".")
+
+    def _let_in(self, epoch: int, cards: Mapping[int, Card]) -> None:
+        """Know of those who are let in with an epoch."""
+        self._cards.update(cards)
+        self._new[epoch] = self._new.get(epoch, frozenset()) | cards.keys()
+
+    def _welcome(self, invited: Collection[Knock], timeout: float) -> None:
+        """Tell those who knock here that they are let in."""
+        about = {
+            **self._head("welcome", self.epoch),
+            "timeout": timeout,
+            "members": self.members,
+            "cards": self._cards_of(self.members),
+            "new": self._cards_of([one.number for one in invited]),
+        }
+        numbers = {one.number for one in invited}
+        for line, knock in list(self._knocking.items()):
+            if knock.number in numbers:
+                self._send(line, about)
+                self._knocking.pop(line, None)
+
+    def _take_seat(self, welcome: Message) -> None:
+        """Be one of those who are let in."""
+        self._cards = {int(number): Card.of(card) for number, card in welcome["cards"]}
+        new = {int(number): Card.of(card) for number, card in welcome["new"]}
+        self.timeout = float(welcome["timeout"])
+        self.epoch, self.members = int(welcome["epoch"]), tuple(map(int, welcome["members"]))
+        self._decided[self.epoch] = self.members
+        self._let_in(self.epoch + 1, new)
+
+    def _own_card(self) -> Card:
+        port = self._listener.getsockname()[1]
+        return Card(self.local, port, self._token, _processes(), os.getpid())
+
+    def _cards_of(self, numbers: Collection[int]) -> list[object]:
+        return [[number, astuple(self._cards[number])] for number in sorted(numbers)]
 
     def _send(self, line: _Line, message: Message) -> None:
         """Say something to the rank at the end of a line, with its token if this rank has opened it."""
         if line is self._lines.get(line.rank):
-            message = {**message, "token": self._where[line.rank][2]}
+            message = {**message, "token": self._cards[line.rank].token}
         line.out += pack(message)
         if line.connected:
             self._flush(line)
@@ -334,6 +572,7 @@ class Survivors:
             self._selector.unregister(line.connection)
         line.connection.close()
         self._visitors.discard(line)
+        self._knocking.pop(line, None)
 
     def _lost(self, line: _Line) -> None:
         """A line has ended: that to a rank ends with its process."""
@@ -398,12 +637,16 @@ class Survivors:
             if message["token"] != self._token:
                 raise ValueError("a stranger")
             line.rank = int(message["from"])
-            if message["type"] == "text":
+            if message["type"] == "knock":
+                self._knocking[line] = Knock(line.rank, Card.of(message["card"]))
+            elif message["type"] == "text":
                 self._texts[epoch, int(message["number"]), line.rank] = str(message["text"])
             elif epoch <= self.epoch:
                 self._answer(line, epoch)
             else:
-                self._said[epoch, line.rank] = frozenset(map(int, message["gone"]))
+                new = {int(number): Card.of(card) for number, card in message["new"]}
+                self._let_in(epoch, new)
+                self._said[epoch, line.rank] = frozenset(new), frozenset(map(int, message["gone"]))
                 self._silent[epoch, line.rank] = frozenset(map(int, message["silent"]))
         else:
             left = tuple(map(int, message["left"]))
@@ -417,7 +660,7 @@ class Survivors:
         """Tell who asks about an epoch that is decided; one that is out by now hears of that."""
         latest = max(self._decided)
         told = epoch if visitor.rank in self._decided[latest] else latest
-        if visitor.rank >= 0 and told in self._decided:
+        if visitor.rank >= 0 and visitor not in self._knocking and told in self._decided:
             self._send(visitor, {**self._head("left", told), "left": self._decided[told]})
 
 
@@ -429,5 +672,25 @@ def _processes() -> str:
         return secrets.token_hex(8)
 
 
-def _listed(ranks: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+def _welcomed(doors: Mapping[socket.socket, tuple[int, Unpacker]], until: float, wait: float) -> Message:
+    """The first word of one that lets this process in."""
+    with selectors.DefaultSelector() as selector:
+        for connection in doors:
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, until - time.monotonic()))
+            if not ready:
+                raise BackendError(
+                    f"nobody has let this process in for {wait:g} s: all ranks that are left must call grow, and one "
+                    "of the first plan's ranks must be gone"
+                )
+            for key, _ in ready:
+                door: Any = key.fileobj
+                data = b""
+                with contextlib.suppress(OSError, ValueError):
+                    data = door.recv(1 << 16)
+                    for message in doors[door][1].feed(data):
+                        return message
+                if not data:
+                    selector.unregister(door)
+    raise BackendError("the ranks at which this process knocks have ended")

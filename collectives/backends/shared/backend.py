@@ -183,6 +183,11 @@ class SharedBackend(OneRank):
                 place.close()
         return [made]
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {}
+
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`; they share new memory."""
         self._leave()

@@ -228,21 +228,38 @@ class TcpBackend(OneRank):
             made.then.append(place.close)
         return [made]
 
-    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`; the lowest rank hosts where they meet."""
-        survivors = self.survivors
-        assert survivors is not None, "looked at before"
-        self._leave()
+    @classmethod
+    def among(
+        cls,
+        gather: Gather,
+        *,
+        rank: int,
+        size: int,
+        survivors: Survivors,
+        timeout: float = 30.0,
+        pace: float | None = None,
+        flight_bytes: int = FLIGHT_BYTES,
+        arrays: ArrayLibrary[Any] | None = None,
+    ) -> TcpBackend:
+        """That of one of the ranks that are left of another job, or have joined it; the lowest hosts where they meet.
+
+        Parameters
+        ----------
+        gather : Gather
+            Among these ranks.
+        rank, size, survivors, timeout, pace, flight_bytes, arrays
+            See `TcpBackend`.
+        """
         address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
         try:
-            made = TcpBackend(
+            made = cls(
                 rank,
                 size,
                 rendezvous=address,
-                pace=self._pace,
-                timeout=self._timeout,
-                flight_bytes=self._flight_bytes,
-                arrays=self.arrays,
+                pace=pace,
+                timeout=timeout,
+                flight_bytes=flight_bytes,
+                arrays=arrays,
                 survivors=survivors,
             )
         except BaseException:
@@ -252,6 +269,26 @@ class TcpBackend(OneRank):
         if place is not None:
             made.then.append(place.close)
         return made
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {"pace": self._pace, "flight_bytes": self._flight_bytes}
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`; the lowest rank hosts where they meet."""
+        survivors = self.survivors
+        assert survivors is not None, "looked at before"
+        self._leave()
+        return TcpBackend.among(
+            gather,
+            rank=rank,
+            size=size,
+            survivors=survivors,
+            timeout=self._timeout,
+            arrays=self.arrays,
+            **self.about,
+        )
 
     def follow(self) -> Signature | None:
         """See `Follows.follow`."""

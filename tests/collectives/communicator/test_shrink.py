@@ -11,7 +11,8 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.loopback.paced import PacedLoopback
-from collectives.communicator.going_on import go_on
+from collectives.communicator.going_on import State, Terms, go_on
+from collectives.communicator.what_is_left import Company
 from tests.support.tcp_jobs import METHODS, call, given_to
 from topoplan.degraded import slow_links, without_links
 from topoplan.errors import BackendError, InfeasibleError, UsageError
@@ -163,6 +164,6 @@ def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
         one_rank = True
 
     with pytest.raises(BackendError, match="mpi back end cannot go on without a rank; start the job again"):
-        go_on(Other(2), dgx(0, 1), [1])
+        go_on(State(Other(2), Company(dgx(0, 1)), dgx(0, 1), Terms("mpi", {}, 1.0, None, "raise")), [1])
     with pytest.raises(UsageError, match="mpi back end cannot go on without a rank"):
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")

@@ -193,3 +193,91 @@ def test_strangers_change_nothing() -> None:
             )
             other.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert agreed(ranks, {0: [], 1: []}) == {0: (0, 1), 1: (0, 1)}
+
+
+def knocking(ranks: list[Survivors], **given: Any) -> tuple[threading.Thread, list[Survivors]]:
+    """A process that knocks at all ranks, once they have heard it."""
+    come: list[Survivors] = []
+    invitation = ranks[0].invitation
+    for one in ranks:
+        assert one.knocks == "[]"
+    thread = threading.Thread(
+        target=lambda: come.append(Survivors.knock(invitation, wait=SECONDS, **given)), daemon=True
+    )
+    thread.start()
+    deadline = time.monotonic() + SECONDS
+    while not all(json.loads(one.knocks) for one in ranks if not one._closed) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return thread, come
+
+
+def test_who_knocks_gets_the_seat_that_is_empty_and_all_agree_on_it() -> None:
+    with job(3) as ranks:
+        agreed(ranks, {0: [1], 2: []})
+        left = [ranks[0], ranks[2]]
+        thread, come = knocking(left)
+        (knock,) = left[0].invited([one.knocks for one in left], seats=3)
+        assert knock.card.seat == 1
+        found = at_once(
+            {
+                place: lambda one=one: one.agree(timeout=SECONDS, invited=[knock])
+                for place, one in enumerate(left)
+            }
+            | {2: lambda: (thread.join(), come[0].agree(timeout=SECONDS))[1]}
+        )
+        assert found == dict.fromkeys(range(3), (0, 1, 2))
+        assert {one.epoch for one in (*left, *come)} == {2}
+        said = at_once(
+            {
+                place: lambda one=one, place=place: one.gather(str(place), timeout=SECONDS)
+                for place, one in enumerate((left[0], come[0], left[1]))
+            }
+        )
+        assert list(said.values()) == [["0", "1", "2"]] * 3
+        with pytest.raises(BackendError, match="out since epoch"):
+            ranks[1].agree(timeout=SECONDS)
+        come[0].close()
+
+
+def test_who_was_let_in_by_ranks_that_others_have_lost_is_let_in_by_these_too() -> None:
+    """Rank 0 has heard who knocks, and dies when it has told the newcomer; rank 1 only that rank 0 is gone."""
+    with job(3) as ranks:
+        agreed(ranks, {0: [], 1: [2]})
+        thread, come = knocking(ranks[:1])
+        (knock,) = ranks[0].invited([ranks[0].knocks], seats=3)
+        found = at_once(
+            {
+                0: lambda: (
+                    ranks[0]._let_in(2, {knock.number: knock.card}),
+                    ranks[0]._welcome([knock], SECONDS),
+                ),
+                1: lambda: ranks[1].agree(timeout=SECONDS),
+                2: lambda: (thread.join(), ranks[0].close(), come[0].agree(timeout=SECONDS))[2],
+            }
+        )
+        assert (found[1], found[2]) == ((1, 2), (1, 2)), found
+        come[0].close()
+
+
+def test_who_was_let_in_does_not_go_on_when_all_that_did_are_gone() -> None:
+    with job(2) as ranks:
+        agreed(ranks, {0: [1]})
+        thread, come = knocking(ranks[:1])
+        (knock,) = ranks[0].invited([ranks[0].knocks], seats=2)
+        ranks[0]._let_in(2, {knock.number: knock.card})
+        ranks[0]._welcome([knock], SECONDS)
+        thread.join()
+        ranks[0].close()
+        with pytest.raises(BackendError, match="have let this process in are gone"):
+            come[0].agree(timeout=SECONDS)
+        come[0].close()
+
+
+def test_seats_go_to_those_that_want_them_and_nobody_gets_one_that_is_taken() -> None:
+    with job(4) as ranks:
+        agreed(ranks, {0: [1, 3], 2: []})
+        text = json.dumps(
+            [[9, ["h", 1, "t", "p", 7, -1]], [5, ["h", 2, "t", "p", 8, 3]], [7, ["h", 3, "t", "p", 9, 0]]]
+        )
+        invited = ranks[0].invited([text, text], seats=4)
+        assert [(one.number, one.card.seat) for one in invited] == [(5, 3), (9, 1)]

@@ -1,0 +1,211 @@
+"""Jobs of processes that let others in where ranks are gone: every element right, the same bits, by the first plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.tcp.backend import TcpBackend
+from collectives.peers.survivors import Survivors
+from tests.faults.recovery import opened, plan_for
+from tests.support.tcp_jobs import backends_in_threads
+from topoplan.errors import BackendError, UsageError
+
+ELEMENTS = 70_001
+LIMIT_SECONDS = 40.0
+
+
+def invite(comm: Communicator, folder: Path) -> None:
+    """Write down where the ranks that there are can be found."""
+    if comm.rank == 0:
+        (folder / "invitation.new").write_text(comm.invitation)
+        (folder / "invitation.new").rename(folder / "invitation")
+
+
+def take_part(comm: Communicator, told: Connection, folder: Path, whole: int, *, came: bool) -> None:
+    """Add up, and let in whoever comes, until all seats were taken again for some steps."""
+    full = 0
+    seen: dict[str, Any] = {"bad": 0, "sizes": []}
+    told.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+    while full < 5:
+        # who has come is where the others are when they have let it in
+        joined = () if came else comm.grow()
+        came = False
+        if joined:
+            seen["sizes"].append([comm.size, list(joined)])
+            invite(comm, folder)
+        handle = comm.all_reduce(np.full(ELEMENTS, 1 << comm.rank, np.int64), async_op=True)
+        total = handle.wait()
+        seen["bad"] += int(not handle.repeated and not (total == (1 << comm.size) - 1).all())
+        # nobody stops before all have seen that everybody is there
+        over = (folder / "over").exists() and comm.size == whole
+        full += int(comm.all_reduce(np.array([over], np.int64))[0] == comm.size)
+    bits = np.random.default_rng(comm.rank).standard_normal(10_007).astype(np.float32)
+    seen |= {"rank": comm.rank, "size": comm.size, "epoch": comm.epoch, "notes": comm.notes}
+    seen |= {"plan": comm.plan.digest, "sum": comm.all_reduce(bits).tobytes().hex()[:4096]}
+    comm.close()
+    told.send_bytes(json.dumps(seen).encode())
+
+
+def member(rank: int, size: int, backend: str, folder: str, told: Connection) -> None:
+    """A rank that begins the job."""
+    comm = Communicator(plan_for(size), opened(backend, rank, size, f"unix:{folder}/m"), on_failure="shrink")
+    invite(comm, Path(folder))
+    take_part(comm, told, Path(folder), size, came=False)
+
+
+def newcomer(size: int, folder: str, seat: int | None, told: Connection) -> None:
+    """A rank that comes later."""
+    comm = Communicator.join(Path(folder, "invitation").read_text(), seat=seat, wait=30)
+    take_part(comm, told, Path(folder), size, came=True)
+
+
+class Job:
+    """The processes of a job, started one by one."""
+
+    def __init__(self, size: int, backend: str, folder: Path) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["topoplan", "tests.jobs.test_grow"])
+        self.size, self.folder = size, folder
+        self.running: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(size):
+            self.start(member, rank, size, backend, str(folder))
+
+    def start(self, target: Any, *given: Any) -> None:
+        reader, writer = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=target, args=(*given, writer), daemon=True)
+        process.start()
+        writer.close()
+        self.running.append((process, reader))
+        if target is newcomer or len(self.running) == self.size:
+            waiting = [reader] if target is newcomer else [one for _, one in self.running]
+            for one in waiting:
+                assert one.poll(LIMIT_SECONDS), "does not begin"
+                one.recv_bytes()
+
+    def kill(self, *places: int) -> None:
+        for place in places:
+            self.running[place][0].kill()
+            self.running[place][0].join()
+        for place in sorted(places, reverse=True):
+            self.running.pop(place)
+
+    def reports(self) -> list[dict[str, Any]]:
+        (self.folder / "over").touch()
+        found, deadline = [], time.monotonic() + LIMIT_SECONDS
+        waiting = [reader for _, reader in self.running]
+        while waiting:
+            assert time.monotonic() < deadline, f"{len(waiting)} hang"
+            for reader in wait(waiting, 1.0):
+                assert isinstance(reader, Connection)
+                waiting.remove(reader)
+                found.append(json.loads(reader.recv_bytes()))
+        return found
+
+
+@contextlib.contextmanager
+def job(size: int, backend: str) -> Iterator[Job]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Job(size, backend, Path(folder))
+        try:
+            yield made
+        finally:
+            for process, _ in made.running:
+                process.kill()
+                process.join()
+
+
+def fresh_sum(size: int) -> str:
+    """What a new communicator of as many ranks adds up to."""
+    with Communicator(plan_for(size)) as comm:
+        given = [
+            np.random.default_rng(rank).standard_normal(10_007).astype(np.float32) for rank in range(size)
+        ]
+        return comm.all_reduce(given)[0].tobytes().hex()[:4096]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["tcp", "shared"])
+@pytest.mark.parametrize("gone", [[0], [2], [1, 3]], ids=str)
+def test_a_rank_that_was_killed_comes_back_and_the_first_plan_with_it(backend: str, gone: list[int]) -> None:
+    with job(4, backend) as made:
+        made.kill(*gone)
+        for seat in gone:
+            made.start(newcomer, 4, str(made.folder), seat)
+        reports = made.reports()
+    assert len(reports) == 4
+    assert [one["bad"] for one in reports] == [0] * 4
+    assert sorted(one["rank"] for one in reports) == list(range(4))
+    assert {one["plan"] for one in reports} == {plan_for(4).digest}
+    assert {one["sum"] for one in reports} == {fresh_sum(4)}
+    assert len({one["epoch"] for one in reports}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shared"])
+def test_ranks_come_and_go_many_times(backend: str) -> None:
+    chosen = np.random.default_rng(5)
+    with job(4, backend) as made:
+        for _ in range(8):
+            made.kill(int(chosen.integers(4)))
+            if chosen.integers(2):
+                made.kill(int(chosen.integers(3)))
+                made.start(newcomer, 4, str(made.folder), None)
+            made.start(newcomer, 4, str(made.folder), None)
+        reports = made.reports()
+    assert [one["bad"] for one in reports] == [0] * 4
+    assert {one["sum"] for one in reports} == {fresh_sum(4)}
+
+
+def test_bad_invitations_and_closed_doors_say_so() -> None:
+    for text in ("", "{}", '["topoplan.invitation/1", []]', '["other", [[0, "127.0.0.1", 9, "x"]]]'):
+        with pytest.raises(UsageError, match="this is no invitation"):
+            Communicator.join(text)
+    with contextlib.closing(Survivors("127.0.0.1")) as alone:
+        alone.know(0, [alone.card])
+        with pytest.raises(BackendError, match=r"nobody has let this process in for 0\.2 s"):
+            Communicator.join(alone.invitation, wait=0.2)
+        told = alone.invitation
+    with pytest.raises(BackendError, match="none of the 1 ranks of the invitation is there"):
+        Communicator.join(told, wait=0.2)
+
+
+def test_nobody_comes_where_all_are_there() -> None:
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(plan_for(2), backend) as comm:
+            with pytest.raises(UsageError, match="each rank is a process here"):
+                comm.grow([0])
+            return comm.grow(), comm.epoch, comm.all_reduce(np.ones(2)).tolist()
+
+    assert backends_in_threads(2, body) == [((), 0, [2.0, 2.0])] * 2
+
+
+def test_ranks_of_one_process_come_back_with_no_residuals_of_their_own() -> None:
+    plan = plan_for(4)
+    with Communicator(plan) as comm, Communicator(plan) as other:
+        gradients = [np.arange(1000, dtype=np.float32) * (rank + 1) for rank in range(4)]
+        for one in (comm, other):
+            one.sparse_all_reduce(gradients, density=0.01)
+        kept = comm.sparse_state()[""]
+        comm.shrink(without=[1, 3])
+        assert comm.grow() == (1, 3)
+        after = comm.sparse_state()[""]
+        assert [bool(one["residual"].any()) for one in after] == [True, False, True, False]
+        assert all(np.array_equal(after[rank]["residual"], kept[rank]["residual"]) for rank in (0, 2))
+        assert (comm.plan, comm.epoch) == (plan, 2)
+        with pytest.raises(UsageError, match="rank 1 of the first plan is not gone"):
+            comm.grow([1])
+        assert comm.all_reduce([np.ones(3)] * 4)[0].tolist() == [4.0] * 3
