@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Backend
+from collectives.backends.open_backend import JOINED
 from collectives.backends.shared.run import compile_ahead
 from collectives.backends.tcp.loops import compile_ahead as compile_loops_ahead
 from collectives.chaos.work import ALIKE, BORDER, Piece, given, round_of, wrong_elements
@@ -67,6 +68,8 @@ class About:
         Bytes of what a rank gives at most.
     chunk : int or None
         As `Communicator` takes it.
+    invitation : str
+        With which this rank comes where the others work already; else empty.
     folder : str
         Where the ranks meet, and where this one writes its stacks when it is asked to (SIGUSR1).
     """
@@ -78,6 +81,7 @@ class About:
     largest: int
     chunk: int | None
     folder: str
+    invitation: str = ""
 
 
 class Ended(Exception):
@@ -165,6 +169,8 @@ def _live(teller: Teller, rank: int) -> int:
 
 
 def _opened(about: About, rank: int) -> Communicator:
+    if about.invitation:
+        return Communicator.join(about.invitation, seat=rank, wait=START_SECONDS)
     plan = parse_plan_file(about.plan)
     backend = _backend(about, rank, len(plan.ranks))
     try:
@@ -206,16 +212,26 @@ class _Life:
     def __init__(self, teller: Teller, comm: Communicator, rank: int) -> None:
         self._teller, self._comm, self._rank = teller, comm, rank
         self._about = teller.about
-        self._names = {name: place for place, name in enumerate(comm.plan.ranks)}
+        self._names = {
+            name: place for place, name in enumerate(parse_plan_file(teller.about.plan).ranks)
+        }
         self._own = comm.plan.collective
-        self._round = 0
+        self._round = 1
+        self._invitation = ""
+        self._lets_in = comm.backend in JOINED
 
     def go(self) -> None:
         """Rounds until all ranks agree to end."""
+        if self._about.invitation:
+            self._meet_others()
+        self._invite()
         while True:
-            if self._round % BORDER == BORDER - 1:
+            if self._round % BORDER == 0:
                 if self._all_end():
                     return
+                if self._lets_in and self._comm.grow():
+                    self._meet_others()
+                self._invite()
             elif not self._work():
                 continue  # it was refused, and is drawn anew
             self._round += 1
@@ -224,6 +240,18 @@ class _Life:
     def _there(self) -> list[int]:
         """The ranks that are there, by their places in the first plan."""
         return [self._names[name] for name in self._comm.plan.ranks]
+
+    def _meet_others(self) -> None:
+        """Begin the round that is next, as one that has come, or as one of the others."""
+        self._round = int(self._comm.all_reduce(np.array([self._round]), op="max")[0])
+        if self._about.invitation and not self._invitation:
+            self._round += 1
+
+    def _invite(self) -> None:
+        """Tell how another process can come, where that is new."""
+        if self._lets_in and self._invitation != self._comm.invitation:
+            self._invitation = self._comm.invitation
+            self._teller.say({"invitation": self._invitation})
 
     def _all_end(self) -> bool:
         """Whether some rank was asked to end; all hear the same."""

@@ -21,10 +21,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from collectives.backends.open_backend import JOINED
 from collectives.chaos.faults import (
     BURST,
     FEWEST,
@@ -56,6 +57,9 @@ TIMEOUTS = 8
 
 OUT = "this rank is out since epoch"
 """What a rank hears that was taken for dead."""
+
+MOST = 50
+"""Faults of a job; then another begins."""
 
 KEPT = 64
 """Rounds of which is kept what the ranks said."""
@@ -206,8 +210,11 @@ def chaos(settings: Settings, *, tell: Callable[[str], None] = lambda text: None
         with _job(settings, outcome, tell) as job:
             try:
                 job.start()
-                while time.monotonic() < until and len(job.there) > FEWEST:
-                    what = fault(settings.seed, number, job.there, timeout=settings.timeout)
+                for _ in range(MOST):
+                    gone = job.gone if settings.backend in JOINED else ()
+                    if time.monotonic() >= until or not (gone or len(job.there) > FEWEST):
+                        break
+                    what = fault(settings.seed, number, job.there, timeout=settings.timeout, gone=gone)
                     number += 1
                     job.suffer(what)
                 job.end()
@@ -250,6 +257,8 @@ class _Job:
         self._went_on: dict[int, float] = {}
         self._hurt: set[int] = set()
         self._what: Fault | None = None
+        self._coming: int | None = None
+        self._invitation = ""
         self._tally = outcome.tallies.setdefault(END, Tally())
         self._said: dict[tuple[int, int], tuple[list[int], int]] = {}
         self._probes: dict[int, list[Mapping[str, Any]]] = {}
@@ -269,6 +278,11 @@ class _Job:
     def there(self) -> tuple[int, ...]:
         """The ranks that nobody has taken from the job."""
         return self._there
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The others."""
+        return tuple(rank for rank in self._ranks if rank not in self._there)
 
     def start(self) -> None:
         """Start the ranks, and wait until all of them work.
@@ -315,10 +329,13 @@ class _Job:
         self._look_for_names()
         self._there = tuple(rank for rank in self._there if rank not in what.lost)
         since = self._strike(what)
+        if what.revived is not None:
+            self._there = tuple(sorted((*self._there, what.revived)))
         self._expect(self._there, since)
         self._listen_until(lambda: self._late() == [], self._patience)
         if self._late():
             self._hang(self._late())
+        self._coming = None
         self._tally.seconds.append(max(self._went_on.values()) - since)
         for rank in what.lost:
             self._bury(self._ranks[rank], stopped=what.kind == STOP)
@@ -404,6 +421,11 @@ class _Job:
     def _strike(self, what: Fault) -> float:
         """Do what a fault is; when its last signal came."""
         pids = [self._ranks[rank].pid for rank in what.ranks]
+        if what.revived is not None:
+            since = time.monotonic()
+            self._revive(what.revived)
+            if pids:
+                self._listen(what.gaps[0])
         if what.kind == HOG:
             hogs = [self._fork(_burn) for _ in what.ranks]
             self._listen(what.gaps[0])
@@ -423,12 +445,19 @@ class _Job:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
             return since
-        for pid in pids:
+        for pid in pids:  # of what kills and stops
             since = time.monotonic()
             os.kill(pid, signal.SIGSTOP if what.kind == STOP else signal.SIGKILL)
             if what.kind == KILL_TWICE and pid != pids[-1]:
                 self._listen(what.gaps[0])
         return since
+
+    def _revive(self, rank: int) -> None:
+        """Start a process in place of one that is gone."""
+        self._hurt.discard(rank)
+        self._coming = rank
+        self._ranks[rank] = _Rank(rank)
+        self._fork(lambda: live(self._address, rank))
 
     def _bury(self, one: _Rank, *, stopped: bool) -> None:
         """See to it that a victim ends, and one that was stopped hears first that it is out."""
@@ -513,7 +542,11 @@ class _Job:
             one.pid, one.connection, one.heard = int(said["pid"]), line.connection, line.heard
             assert one.connection is not None, "it has just spoken"
             self._selector.modify(one.connection, selectors.EVENT_READ, one)
-            self._say(one, json.dumps(asdict(self._about)).encode() + b"\n")
+            invitation = self._invitation if one.rank == self._coming else ""
+            about = replace(self._about, invitation=invitation)
+            self._say(one, json.dumps(asdict(about)).encode() + b"\n")
+        elif "invitation" in said:
+            self._invitation = str(said["invitation"])
         elif "unable" in said:
             raise UsageError(str(said["unable"]))
         elif "error" in said:
@@ -540,7 +573,7 @@ class _Job:
         about = f"round {said['round']}, {said['kind']} of {said['nbytes']} bytes"
         if said["wrong"]:
             self._found("wrong", f"rank {one.rank}, {about}: {said['wrong']} wrong elements", said["wrong"])
-        missed = sorted({*self._there} - {*there})
+        missed = sorted({*self._there} - {*there, self._coming})
         if missed and one.rank not in self._hurt:
             self._found("lost", f"rank {one.rank}, {about}: went on without rank {missed[0]}, which nobody has hurt")
             raise _Broken

@@ -47,6 +47,9 @@ SUMMED = ("allreduce", "reduce_scatter", "reduce")
 ALIKE = ("allreduce", "broadcast", "allgather")
 """Collectives that have one result, on all ranks."""
 
+PROBE_BYTES = 1 << 20
+"""Of a collective whose time is looked at, at most."""
+
 BORDER, PROBE = 8, 4
 """Every so many rounds the ranks ask whether to end, and run the plan's own collective at a fixed size."""
 
@@ -115,7 +118,7 @@ def round_of(
     roots = [int(rank) for rank in draw.permutation(ranks) if rank in there]
     divide = math.lcm(*range(1, ranks + 1)) <= LONGEST_UNIT
     if number % PROBE == 0:
-        count = _whole(min(largest, 1 << 20) // 4, ranks)
+        count = _whole(min(largest, PROBE_BYTES) // 4, ranks)
         return [Piece(own, count, root=roots[0] if own in ("broadcast", "reduce") else -1, probe=True)]
     if draw.random() < 0.25:  # several at once: none that some rank might refuse and another not
         several = ("allreduce", "allgather", *(DIVIDED if divide else ()))

@@ -100,7 +100,7 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
         Whether this process is one of several that a launcher has started.
     """
     from collectives.backends.open_backend import machine_helpers
-    from collectives.chaos.run import BACKENDS, Settings, chaos
+    from collectives.chaos.run import BACKENDS, END, Settings, chaos
 
     extra = arguments.first_given(options, NOT_WITH)
     if extra:
@@ -135,13 +135,17 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
     )
     with progress_line(f"chaos, seed {seed}"):
         outcome = chaos(settings, tell=lambda text: print(f"topoplan bench: {text}", file=sys.stderr, flush=True))
-    lines = [Line.of(kind, [tally]) for kind, tally in outcome.tallies.items()]
-    _report(options, settings, outcome, [*lines, Line.of("all", list(outcome.tallies.values()))])
+    faults = {kind: tally for kind, tally in sorted(outcome.tallies.items()) if kind != END}
+    lines = [Line.of(kind, [tally]) for kind, tally in faults.items()]
+    lines += [Line.of("all", [*faults.values()]), Line.of(END, [outcome.tallies[END]])]
+    _report(options, settings, outcome, lines)
     return 1 if outcome.bad else 0
 
 
 def _report(options: argparse.Namespace, settings: Settings, outcome: Outcome, lines: list[Line]) -> None:
     """Print what became of the ranks."""
+    from collectives.chaos.work import PROBE_BYTES
+
     if options.csv:
         print_csv([line.to_object() for line in lines])
         return
@@ -185,7 +189,7 @@ def _report(options: argparse.Namespace, settings: Settings, outcome: Outcome, l
     )
     if before is not None and after is not None and model is not None:
         print(
-            f"{settings.plan.collective} of {format_size(min(settings.largest, PROBED))}: {before:.3g} GB/s before ranks "
+            f"{settings.plan.collective} of {format_size(min(settings.largest, PROBE_BYTES))}: {before:.3g} GB/s before ranks "
             f"are lost, {after:.3g} behind, {after / before:.2f} of it; by the plans {model:.2f} (medians of "
             f"{len(outcome.rates)})"
         )
