@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -122,7 +123,9 @@ class Teller:
 
 
 def warm_up() -> None:
-    """Compile, or load, what ranks need that are forked off here."""
+    """Load and compile what ranks need that are forked off here."""
+    for name in ("shared", "tcp"):
+        importlib.import_module(f"collectives.backends.{name}.backend")
     compile_loops_ahead()
     compile_ahead()
 

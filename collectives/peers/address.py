@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -157,6 +158,14 @@ def this_host() -> str:
             return file.read().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
         return socket.gethostname()
+
+
+def processes_seen() -> str:
+    """What two processes have in common that see each other by their numbers; nothing where that is not known."""
+    try:
+        return this_host() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(8)
 
 
 def _try_connect(address: Address, timeout: float) -> socket.socket:

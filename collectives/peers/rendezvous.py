@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from collectives.peers.address import Address, ahead_of_data, listen, parse_address
+from collectives.peers.peer_watchdog import stands_still
 from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
 from topoplan.errors import UsageError
 
@@ -74,7 +75,7 @@ class Rendezvous:
             ) from error
         port = asked.port if asked.path else int(self._listener.getsockname()[1])
         self._where = Address(asked.host, port, asked.path)
-        self._hub = Hub(size, host=host)
+        self._hub = Hub(size, host=host, stopped=_stands_still)
         self._visitors: set[_Visitor] = set()
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
@@ -136,7 +137,7 @@ class Rendezvous:
                 self._selector.unregister(self._woken)
                 for visitor in list(self._visitors):
                     self._say(visitor, {"type": "leaving"})
-            if end is not None and (now >= end or not self._visitors):
+            if end is not None and (now >= end or not self._hearing()):
                 break
             for key, events in self._selector.select(self._pause(now, end)):
                 if key.fileobj is self._listener:
@@ -149,6 +150,11 @@ class Rendezvous:
                 self._drop(visitor)
         for visitor in list(self._visitors):
             self._drop(visitor)
+
+    def _hearing(self) -> bool:
+        """Whether somebody is there who may still hear the last word."""
+        hellos = self._hub.hellos
+        return any(one.rank < 0 or not _stands_still(hellos[one.rank]) for one in self._visitors)
 
     def _pause(self, now: float, end: float | None) -> float | None:
         times = [one.until for one in self._visitors if one.rank < 0]
@@ -232,3 +238,8 @@ class Rendezvous:
         visitor.connection.close()
         if visitor.rank >= 0:
             self._deliver(self._hub.lost(visitor.rank))
+
+
+def _stands_still(hello: Message) -> bool:
+    """Whether the process that said this is seen to be stopped."""
+    return stands_still(str(hello.get("processes")), int(hello["pid"]))
