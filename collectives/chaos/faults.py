@@ -86,7 +86,9 @@ class Fault:
         ranks = ", ".join(map(str, self.ranks))
         what = f"{len(self.ranks)} {self.kind}" if self.kind == HOG else f"{self.kind} of rank {ranks}"
         if self.revived is not None:
-            what = f"{self.kind}: rank {self.revived} is started" + (f", rank {ranks} killed" if ranks else "")
+            what = f"{self.kind}: rank {self.revived} is started" + (
+                f", rank {ranks} killed" if ranks else ""
+            )
         return f"fault {self.number}, {what}"
 
 

@@ -215,9 +215,7 @@ class _Life:
     def __init__(self, teller: Teller, comm: Communicator, rank: int) -> None:
         self._teller, self._comm, self._rank = teller, comm, rank
         self._about = teller.about
-        self._names = {
-            name: place for place, name in enumerate(parse_plan_file(teller.about.plan).ranks)
-        }
+        self._names = {name: place for place, name in enumerate(parse_plan_file(teller.about.plan).ranks)}
         self._own = comm.plan.collective
         self._round = 1
         self._invitation = ""

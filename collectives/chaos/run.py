@@ -497,7 +497,9 @@ class _Job:
             for key, _ in heard:
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
-                    self._selector.register(connection, selectors.EVENT_READ, _Rank(-1, connection=connection))
+                    self._selector.register(
+                        connection, selectors.EVENT_READ, _Rank(-1, connection=connection)
+                    )
                 else:
                     self._hear(key.data)
             self._reap()
@@ -575,7 +577,9 @@ class _Job:
             self._found("wrong", f"rank {one.rank}, {about}: {said['wrong']} wrong elements", said["wrong"])
         missed = sorted({*self._there} - {*there, self._coming})
         if missed and one.rank not in self._hurt:
-            self._found("lost", f"rank {one.rank}, {about}: went on without rank {missed[0]}, which nobody has hurt")
+            self._found(
+                "lost", f"rank {one.rank}, {about}: went on without rank {missed[0]}, which nobody has hurt"
+            )
             raise _Broken
         if there == self._awaited and said["ended"] > self._since:
             self._went_on.setdefault(one.rank, said["ended"])

@@ -143,9 +143,17 @@ def run(options: argparse.Namespace) -> int:
     from collectives.benchmark import check_dtype
 
     arguments.check_csv(options)
-    options.timeout = options.timeout if options.timeout is not None else TIMEOUT if options.chaos is None else CHAOS_TIMEOUT
+    options.timeout = (
+        options.timeout
+        if options.timeout is not None
+        else TIMEOUT
+        if options.chaos is None
+        else CHAOS_TIMEOUT
+    )
     if options.seed is not None and options.chaos is None:
-        raise UsageError("--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out")
+        raise UsageError(
+            "--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out"
+        )
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
     check_target(options.trace, "--trace")

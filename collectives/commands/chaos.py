@@ -104,7 +104,9 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
 
     extra = arguments.first_given(options, NOT_WITH)
     if extra:
-        raise UsageError(f"{extra} is not for --chaos, which hurts ranks and checks what they do; leave one of them out")
+        raise UsageError(
+            f"{extra} is not for --chaos, which hurts ranks and checks what they do; leave one of them out"
+        )
     if options.backend not in BACKENDS:
         raise UsageError(
             f"--chaos needs a process for each rank, which it can hurt, and others that go on without it; "
@@ -134,7 +136,9 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
         chunk=options.chunk,
     )
     with progress_line(f"chaos, seed {seed}"):
-        outcome = chaos(settings, tell=lambda text: print(f"topoplan bench: {text}", file=sys.stderr, flush=True))
+        outcome = chaos(
+            settings, tell=lambda text: print(f"topoplan bench: {text}", file=sys.stderr, flush=True)
+        )
     faults = {kind: tally for kind, tally in sorted(outcome.tallies.items()) if kind != END}
     lines = [Line.of(kind, [tally]) for kind, tally in faults.items()]
     lines += [Line.of("all", [*faults.values()]), Line.of(END, [outcome.tallies[END]])]
@@ -179,7 +183,10 @@ def _report(options: argparse.Namespace, settings: Settings, outcome: Outcome, l
         f"timeout {settings.timeout:g} s, seed {settings.seed}"
     )
     cells = [
-        ["-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value) for value in row]
+        [
+            "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+            for value in row
+        ]
         for row in ([*line.to_object().values()] for line in lines)
     ]
     print(table([field.name.replace("_", " ") for field in fields(Line)], cells))
@@ -188,9 +195,9 @@ def _report(options: argparse.Namespace, settings: Settings, outcome: Outcome, l
         f"{format_size(outcome.nbytes)} of input"
     )
     if before is not None and after is not None and model is not None:
+        size = format_size(min(settings.largest, PROBE_BYTES))
         print(
-            f"{settings.plan.collective} of {format_size(min(settings.largest, PROBE_BYTES))}: {before:.3g} GB/s before ranks "
-            f"are lost, {after:.3g} behind, {after / before:.2f} of it; by the plans {model:.2f} (medians of "
-            f"{len(outcome.rates)})"
+            f"{settings.plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} behind, "
+            f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
         )
     print_notes(*plan_notes(settings.plan))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from topoplan.choice.alike import plan_alike
@@ -18,6 +19,7 @@ from topoplan.packing.planner import plan
 from topoplan.packing.survival import replan
 from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.survival import SurvivalPlans
 from topoplan.topology import Topology
 
 
@@ -140,11 +142,11 @@ def left_of(given: Plans, change: Change) -> Topology:
 
 
 def plan_of_rest(given: Plans, change: Change) -> Plans:
-    """The plan of what is left of a plan's machine, in the way of that plan.
+    """The plan of what is left of a plan's machine, in the way of that plan; where it was planned ahead, that one.
 
     Parameters
     ----------
-    given : Plan or SizePlans
+    given : Plan, SizePlans or SurvivalPlans
     change : Change
 
     Raises
@@ -163,6 +165,14 @@ def plan_of_rest(given: Plans, change: Change) -> Plans:
     >>> plan_of_rest(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5]), Change.of([2])).channels
     ('pcie',)
     """
+    if isinstance(given, SurvivalPlans):
+        if not change.slow_links:
+            gpus = [given.topology.gpus.index(given.ranks[rank]) for rank in change.without]
+            with suppress(
+                UsageError, InfeasibleError
+            ):  # several failures, or one without a plan over these channels
+                return given.plan_without(gpus=gpus, links=change.without_links)
+        given = given.whole
     machine, collective = left_of(given, change), given.collective
     kept = [rank for rank in range(len(given.ranks)) if rank not in change.without]
     root = None if given.root is None else kept.index(given.root) if given.root in kept else 0

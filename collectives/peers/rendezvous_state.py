@@ -208,7 +208,9 @@ class Hub:
         if self.deadline is None or now < self.deadline:
             return []
         if self._stalled:
-            silent = [rank for rank in range(self.size) if rank not in self._answers and rank not in self._gone]
+            silent = [
+                rank for rank in range(self.size) if rank not in self._answers and rank not in self._gone
+            ]
             if now >= self._answers_by or all(self._stopped(self.hellos[rank]) for rank in silent):
                 return self._judge()
             self.deadline = min(now + LOOK_SECONDS, self._answers_by)

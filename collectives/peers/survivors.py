@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import secrets
@@ -33,7 +34,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NoReturn
 
-from collectives.peers.address import ahead_of_data, processes_seen
+from collectives.peers.address import ahead_of_data, processes_seen, this_host
 from collectives.peers.error_rounds import Gather
 from collectives.peers.peer_watchdog import LOOK, process_state, stands_still
 from collectives.peers.rendezvous import STRANGER_SECONDS
@@ -47,6 +48,9 @@ INVITATION = "topoplan.invitation/1"
 
 OWN_NUMBERS = 1 << 32
 """From here on ranks that come later choose their numbers by chance: out of so many that no two have the same."""
+
+ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
+"""What a system answers whose process has ended; other errors are the network's."""
 
 NOTICED = 3
 """Timeouts within which all ranks notice a failure: one waits for the victim, another for it, and then they judge."""
@@ -62,6 +66,8 @@ class Card:
         Where it listens.
     token : str
         What those say there that belong to the job.
+    home : str
+        Its system and network (`this_host`).
     processes, pid : str, int
         Its process, and what it has in common with those that can see it by this number.
     seat : int
@@ -71,6 +77,7 @@ class Card:
     host: str
     port: int
     token: str
+    home: str
     processes: str
     pid: int
     seat: int = -1
@@ -78,8 +85,9 @@ class Card:
     @staticmethod
     def of(fields: Sequence[object]) -> Card:
         """Of what a message carries (`dataclasses.astuple`)."""
-        host, port, token, processes, pid, seat = fields
-        return Card(str(host), int(str(port)), str(token), str(processes), int(str(pid)), int(str(seat)))
+        host, port, token, home, processes, pid, seat = fields
+        numbers = int(str(port)), int(str(pid)), int(str(seat))
+        return Card(str(host), numbers[0], str(token), str(home), str(processes), *numbers[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,7 @@ class Survivors:
         self._visitors: set[_Line] = set()
         self._knocking: dict[_Line, Knock] = {}
         self._gone: set[int] = set()
+        self._unreached: set[int] = set()
         self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
@@ -161,16 +170,16 @@ class Survivors:
 
     @staticmethod
     def of(gather: Gather, rank: int, local: str = "127.0.0.1") -> Survivors | None:
-        """Those of ranks that tell each other their cards; None on all where one of them cannot listen there."""
+        """Those of ranks that tell each other their cards; None on all where they would not find each other by them."""
         made: Survivors | None = None
         with contextlib.suppress(OSError):
             made = Survivors(local)
         cards = gather("" if made is None else made.card)
-        if made is None or all(cards):
-            if made is not None:
-                made.know(rank, cards)
+        if made is not None and reach_each_other(cards):
+            made.know(rank, cards)
             return made
-        made.close()
+        if made is not None:
+            made.close()
         return None
 
     @property
@@ -358,11 +367,9 @@ class Survivors:
                     for line in list(self._lines.values()):
                         self._send(line, {**self._head("gone", wanted), **told})
                     continue
-                if me in gone:
-                    self._leave(
-                        wanted, [rank for rank, one in heard.items() if one is not None and me in one[1]]
-                    )
                 left = tuple(rank for rank in members if rank not in gone)
+                if me in gone:
+                    self._leave(wanted, left)
                 if not behind:
                     self._check_half(left, silent)
                     self._decided[wanted] = left
@@ -497,11 +504,11 @@ class Survivors:
         self._listen()
         for line in list(self._lines.values()):
             self._drop(line)
-        self._lines, self._gone = {}, set()
+        self._lines, self._gone, self._unreached = {}, set(), set()
 
     def _reach(self, members: Sequence[int]) -> None:
         """Open a line to every other rank to which there is none."""
-        missing = [one for one in members if one not in self._lines and one not in self._gone]
+        missing = [one for one in members if one not in {*self._lines, *self._gone, *self._unreached}]
         for rank in missing:
             if rank == self.rank:
                 continue
@@ -512,7 +519,7 @@ class Survivors:
             line = self._lines[rank] = _Line(connection, rank, connected=False)
             status = connection.connect_ex((card.host, card.port))
             if status not in (0, errno.EINPROGRESS):
-                self._lost(line)
+                self._lost(line, ended=status in ENDED)
                 continue
             self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
         if missing != [self.rank]:
@@ -549,7 +556,7 @@ class Survivors:
 
     def _own_card(self) -> Card:
         port = self._listener.getsockname()[1]
-        return Card(self.local, port, self._token, processes_seen(), os.getpid())
+        return Card(self.local, port, self._token, this_host(), processes_seen(), os.getpid())
 
     def _cards_of(self, numbers: Collection[int]) -> list[object]:
         return [[number, astuple(self._cards[number])] for number in sorted(numbers)]
@@ -582,12 +589,15 @@ class Survivors:
         self._visitors.discard(line)
         self._knocking.pop(line, None)
 
-    def _lost(self, line: _Line) -> None:
-        """A line has ended: that to a rank ends with its process."""
+    def _lost(self, line: _Line, *, ended: bool = True) -> None:
+        """A line is no more: that to a rank ends with its process, or the network has lost it, which proves nothing."""
         self._drop(line)
         if self._lines.get(line.rank) is line:
             del self._lines[line.rank]
-            self._gone.add(line.rank)
+            if ended:
+                self._gone.add(line.rank)
+            else:
+                self._unreached.add(line.rank)
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -618,8 +628,9 @@ class Survivors:
 
     def _attend(self, line: _Line, ready: int) -> None:
         if not line.connected:
-            if line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._lost(line)
+            status = line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if status:
+                self._lost(line, ended=status in ENDED)
                 return
             line.connected = True
             ready |= selectors.EVENT_WRITE
@@ -627,6 +638,7 @@ class Survivors:
             self._flush(line)
         if not ready & selectors.EVENT_READ:
             return
+        ended = True
         try:
             data = line.connection.recv(1 << 16)
             messages = line.unpacker.feed(data)
@@ -634,10 +646,12 @@ class Survivors:
                 self._hear(line, message)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            data, ended = b"", error.errno in ENDED
+        except (ValueError, KeyError, TypeError):
             data = b""
         if not data:
-            self._lost(line)
+            self._lost(line, ended=ended)
 
     def _hear(self, line: _Line, message: Message) -> None:
         epoch = int(message["epoch"])
@@ -671,6 +685,14 @@ class Survivors:
         if visitor.rank >= 0 and visitor not in self._knocking and told in self._decided:
             self._send(visitor, {**self._head("left", told), "left": self._decided[told]})
 
+
+def reach_each_other(cards: Sequence[str | None]) -> bool:
+    """Whether ranks with these cards may; not where one has none, or only the loopback address of another network."""
+    if not all(cards):
+        return False
+    told = [Card.of(json.loads(card)) for card in cards if card]
+    alone = any(ipaddress.ip_address(one.host.partition("%")[0]).is_loopback for one in told)
+    return not alone or len({one.home for one in told}) == 1
 
 
 def _welcomed(doors: Mapping[socket.socket, tuple[int, Unpacker]], until: float, wait: float) -> Message:

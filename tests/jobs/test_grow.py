@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.survivors import Survivors
@@ -209,3 +210,31 @@ def test_ranks_of_one_process_come_back_with_no_residuals_of_their_own() -> None
         with pytest.raises(UsageError, match="rank 1 of the first plan is not gone"):
             comm.grow([1])
         assert comm.all_reduce([np.ones(3)] * 4)[0].tolist() == [4.0] * 3
+
+
+def test_links_go_on_over_the_wires_of_the_ranks_that_are_left(tmp_path: Path) -> None:
+    """A wires file names ranks as they were counted first; rank 2 of three has the wires of its own as rank 1 too."""
+    pairs = [(one, other) for one in range(3) for other in range(3) if one != other]
+    wires = [
+        {"source": one, "destination": other, "channel": "nvlink"}
+        | {"from": f"127.0.{one + 1}.{other + 1}", "to": f"127.0.{other + 1}.{one + 1}"}
+        for one, other in pairs
+    ]
+    path = tmp_path / "wires.json"
+    path.write_text(json.dumps({"format": "topoplan.wires/1", "wires": wires}))
+    plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2])
+
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(plan, backend) as comm:
+            comm.all_reduce(np.ones(3))
+            if rank == 1:
+                return None
+            comm.shrink(without=[1])
+            assert comm.all_reduce(np.ones(70_000)).tolist() == [2.0] * 70_000
+            held = comm._open().backend
+            assert isinstance(held, TcpBackend)
+            links = held._network.outgoing
+            return {queue[:2]: link.getpeername()[0] for queue, link in links.items()}
+
+    found = backends_in_threads(3, body, wires=path)
+    assert found == [{(0, 1): "127.0.3.1"}, None, {(1, 0): "127.0.1.3"}]

@@ -34,7 +34,16 @@ from collectives.backends.tcp.meeting import MOST_RANKS, TOGETHER, Bell, Meeting
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.sockets import set_pace
-from collectives.backends.tcp.wires import Queue, lane_of, lane_rates, read_wires
+from collectives.backends.tcp.wires import (
+    Queue,
+    Wire,
+    among,
+    lane_of,
+    lane_rates,
+    listed,
+    read_wires,
+    wires_of,
+)
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.blame import Waiting
@@ -45,7 +54,7 @@ from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
-from collectives.peers.survivors import Survivors
+from collectives.peers.survivors import Survivors, reach_each_other
 from topoplan.errors import BackendError, UsageError
 
 KEPT_FLOWS = 64
@@ -73,9 +82,9 @@ class TcpBackend(OneRank):
         Number of helpers; their ranks follow on the others.
     rendezvous : str
         Where the ranks meet: ``host:port`` or ``unix:/path``. Rank 0 listens there, unless a `Rendezvous` does.
-    wires : path, optional
-        File that names the addresses of each link (see `collectives.backends.tcp.wires`); other links use the
-        address from which the rendezvous is reached, which for a Unix path is 127.0.0.1.
+    wires : path or mapping of queue to Wire, optional
+        File that names the addresses of each link (see `collectives.backends.tcp.wires`), or what it says; other links
+        use the address from which the rendezvous is reached, which for a Unix path is 127.0.0.1.
     pace : float, optional
         Let each link run no faster than this times the bandwidth in the plan (see
         `collectives.backends.tcp.wires.lane_rates`).
@@ -127,7 +136,7 @@ class TcpBackend(OneRank):
         *,
         rendezvous: str,
         helpers: int = 0,
-        wires: Path | str | None = None,
+        wires: Path | str | Mapping[Queue, Wire] | None = None,
         pace: float | None = None,
         timeout: float = 30.0,
         meeting_timeout: float | None = None,
@@ -155,7 +164,9 @@ class TcpBackend(OneRank):
         self._timeout = timeout
         self._pace = pace
         self._flight_bytes = flight_bytes
-        self._wires = read_wires(wires) if wires is not None else {}
+        named = read_wires(wires) if isinstance(wires, Path | str) else wires or {}
+        self._all_wires: Mapping[Queue, Wire] = named  # as ranks were counted at the beginning
+        self._wires = named if survivors is None else among(named, survivors.seats)
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._scratch = Scratch()
         self._flows: dict[tuple[object, ...], Flow] = {}
@@ -239,6 +250,7 @@ class TcpBackend(OneRank):
         timeout: float = 30.0,
         pace: float | None = None,
         flight_bytes: int = FLIGHT_BYTES,
+        wires: list[Any] | None = None,
         arrays: ArrayLibrary[Any] | None = None,
     ) -> TcpBackend:
         """That of one of the ranks that are left of another job, or have joined it; the lowest hosts where they meet.
@@ -247,6 +259,8 @@ class TcpBackend(OneRank):
         ----------
         gather : Gather
             Among these ranks.
+        wires : list, optional
+            The entries of a wires file, for ranks as they were counted at the beginning.
         rank, size, survivors, timeout, pace, flight_bytes, arrays
             See `TcpBackend`.
         """
@@ -256,6 +270,7 @@ class TcpBackend(OneRank):
                 rank,
                 size,
                 rendezvous=address,
+                wires=wires_of(wires or []),
                 pace=pace,
                 timeout=timeout,
                 flight_bytes=flight_bytes,
@@ -273,7 +288,8 @@ class TcpBackend(OneRank):
     @property
     def about(self) -> dict[str, Any]:
         """See `GoesOn.about`."""
-        return {"pace": self._pace, "flight_bytes": self._flight_bytes}
+        wires = listed(self._all_wires)
+        return {"pace": self._pace, "flight_bytes": self._flight_bytes, "wires": wires}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`; the lowest rank hosts where they meet."""
@@ -575,7 +591,7 @@ class TcpBackend(OneRank):
             made.append(network)
             meets = network.general is not None and not self._wires and not self.helpers
             about = {"general": network.general, "ports": network.ports, "meets": meets}
-            if meets and self.goes_on and self.survivors is None:
+            if network.general is not None and not self.helpers and self.goes_on and self.survivors is None:
                 own.append(Survivors(local))
                 about["survivors"] = own[0].card
             return {**about, "flight_bytes": self._flight_bytes}
@@ -601,7 +617,7 @@ class TcpBackend(OneRank):
         welcome = self._world.welcome
         cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]
         for one in own:
-            if all(cards):
+            if reach_each_other(cards):
                 one.know(self.rank, cards)
                 self.survivors = one
             else:

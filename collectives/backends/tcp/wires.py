@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,21 @@ def parse_wires(text: str, name: str) -> dict[Queue, Wire]:
         raise UsageError(f"{name} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UsageError(f"{name} is no wires file; its format must be {FORMAT!r}")
-    listed = content.get("wires")
-    if not isinstance(listed, list):
+    entries = content.get("wires")
+    if not isinstance(entries, list):
         raise UsageError(f"{name}: wires is no list; give one entry for each directed link")
+    return _wires(entries, name)
+
+
+def wires_of(entries: list[Any]) -> dict[Queue, Wire]:
+    """The wires of the entries of a file, as `listed` gives them."""
+    return _wires(entries, "the wires that others use")
+
+
+def _wires(entries: list[Any], name: str) -> dict[Queue, Wire]:
     wires: dict[Queue, Wire] = {}
     routes: dict[Queue, list[tuple[str, ...]]] = {}
-    for number, entry in enumerate(listed):
+    for number, entry in enumerate(entries):
         wire = _wire(entry, f"{name}: wire {number}")
         known = routes.setdefault(wire.queue, [])
         if known and (wire.route in known or () in (wire.route, *known)):
@@ -102,6 +111,34 @@ def parse_wires(text: str, name: str) -> dict[Queue, Wire]:
         known.append(wire.route)
         wires[lane] = replace(wire, queue=lane)
     return wires
+
+
+def listed(wires: Mapping[Queue, Wire]) -> list[dict[str, object]]:
+    """The entries of a file that has these wires."""
+    return [
+        {"source": source, "destination": destination, "channel": base_queue(lane)[2]}
+        | {"from": wire.leaves, "to": wire.reaches, "route": list(wire.route)}
+        for lane, wire in wires.items()
+        for source, destination, _ in [lane]
+    ]
+
+
+def among(wires: Mapping[Queue, Wire], seats: Sequence[int]) -> dict[Queue, Wire]:
+    """The wires between some of the ranks, counted anew: rank i is what was rank ``seats[i]``.
+
+    Examples
+    --------
+    >>> one = Wire((3, 1, "nvlink"), "10.1.0.3", "10.1.0.1")
+    >>> list(among({one.queue: one}, [1, 2, 3])), among({one.queue: one}, [0, 3])
+    ([(2, 0, 'nvlink')], {})
+    """
+    new = {seat: rank for rank, seat in enumerate(seats)}
+    kept = {
+        (new[source], new[destination], channel): wire
+        for (source, destination, channel), wire in wires.items()
+        if source in new and destination in new
+    }
+    return {lane: replace(wire, queue=lane) for lane, wire in kept.items()}
 
 
 def numbered(queue: Queue, place: int) -> Queue:

@@ -11,6 +11,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.loopback.paced import PacedLoopback
+from collectives.communicator import what_is_left
 from collectives.communicator.going_on import State, Terms, go_on
 from collectives.communicator.what_is_left import Company
 from tests.support.tcp_jobs import METHODS, call, given_to
@@ -167,3 +168,26 @@ def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
         go_on(State(Other(2), Company(dgx(0, 1)), dgx(0, 1), Terms("mpi", {}, 1.0, None, "raise")), [1])
     with pytest.raises(UsageError, match="mpi back end cannot go on without a rank"):
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")
+
+
+def test_what_was_planned_ahead_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = topoplan.plan_survival("dgx-1v")
+    monkeypatch.setattr(what_is_left, "replan", None)
+    with Communicator(book) as comm:
+        comm.shrink(without=[3])
+        assert comm.plan == book.plan_without(gpus=[3])
+        assert comm.all_reduce([np.arange(3)] * 7)[6].tolist() == [0, 7, 14]
+        comm.grow()
+        comm.replan(without_links=["gpu0-gpu3"])
+        assert comm.plan == book.plan_without(links=["gpu0-gpu3"])
+
+
+def test_what_the_book_has_no_plan_for_is_planned() -> None:
+    book = topoplan.plan_survival("dgx-1v")
+    with Communicator(book) as comm:
+        comm.shrink(without=[3, 5])
+        assert comm.plan.rate == topoplan.replan(book.whole, without_gpus=[3, 5]).plan.rate
+        assert comm.grow() == (3, 5)
+        assert comm.plan is book
+        comm.replan(slow_links={"gpu0-gpu3": 5})
+        assert comm.all_reduce([np.ones(3)] * 8)[6].tolist() == [8, 8, 8]

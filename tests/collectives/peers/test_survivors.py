@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from collectives.peers.rendezvous_state import pack
-from collectives.peers.survivors import Survivors
+from collectives.peers.survivors import Survivors, reach_each_other
 from topoplan.errors import BackendError
 
 SECONDS = 5.0
@@ -245,14 +246,21 @@ def test_who_was_let_in_by_ranks_that_others_have_lost_is_let_in_by_these_too() 
         agreed(ranks, {0: [], 1: [2]})
         thread, come = knocking(ranks[:1])
         (knock,) = ranks[0].invited([ranks[0].knocks], seats=3)
+        with ranks[0]._changed:
+            ranks[0]._let_in(2, {knock.number: knock.card})
+            ranks[0]._welcome([knock], SECONDS)
+        thread.join()
+
+        def dies_when_the_newcomer_has_spoken() -> None:
+            while (2, knock.number) not in ranks[1]._said:
+                time.sleep(0.005)
+            ranks[0].close()
+
         found = at_once(
             {
-                0: lambda: (
-                    ranks[0]._let_in(2, {knock.number: knock.card}),
-                    ranks[0]._welcome([knock], SECONDS),
-                ),
+                0: dies_when_the_newcomer_has_spoken,
                 1: lambda: ranks[1].agree(timeout=SECONDS),
-                2: lambda: (thread.join(), ranks[0].close(), come[0].agree(timeout=SECONDS))[2],
+                2: lambda: come[0].agree(timeout=SECONDS),
             }
         )
         assert (found[1], found[2]) == ((1, 2), (1, 2)), found
@@ -277,7 +285,30 @@ def test_seats_go_to_those_that_want_them_and_nobody_gets_one_that_is_taken() ->
     with job(4) as ranks:
         agreed(ranks, {0: [1, 3], 2: []})
         text = json.dumps(
-            [[9, ["h", 1, "t", "p", 7, -1]], [5, ["h", 2, "t", "p", 8, 3]], [7, ["h", 3, "t", "p", 9, 0]]]
+            [[9, ["h", 1, "t", "n", "p", 7, -1]], [5, ["h", 2, "t", "n", "p", 8, 3]], [7, ["h", 3, "t", "n", "p", 9, 0]]]
         )
         invited = ranks[0].invited([text, text], seats=4)
         assert [(one.number, one.card.seat) for one in invited] == [(5, 3), (9, 1)]
+
+
+def test_loopback_addresses_of_two_networks_do_not_make_a_job_that_goes_on() -> None:
+    """Each would find nobody at the others' addresses, and go on alone."""
+    with job(2) as ranks:
+        one, other = (json.loads(rank.card) for rank in ranks)
+        assert reach_each_other([json.dumps(one), json.dumps(other)])
+        assert not reach_each_other([json.dumps(one), None])
+        other[3] = "another network"
+        assert not reach_each_other([json.dumps(one), json.dumps(other)])
+        one[0] = other[0] = "10.0.0.7"
+        assert reach_each_other([json.dumps(one), json.dumps(other)])
+
+
+def test_a_rank_that_the_network_does_not_reach_is_not_taken_for_dead() -> None:
+    """Of four ranks two see only each other: these do not go on, whatever the system says of the others' addresses."""
+    with job(4) as ranks:
+        for rank in (2, 3):
+            for number in (0, 1):
+                # nobody has a route to this address
+                ranks[rank]._cards[number] = replace(ranks[rank]._cards[number], host="255.255.255.255")
+        found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
+        assert all("0, 1 are silent" in str(error) for error in found.values()), found
