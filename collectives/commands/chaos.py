@@ -37,6 +37,10 @@ NOT_WITH = {
 """Options that mean nothing here, and what they are where nobody gives them."""
 
 
+COUNTED = ("faults", "repeated", "refused", "wrong", "lost", "hangs", "left_over")
+"""What is added up of tallies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """What is printed of a kind of fault: times in milliseconds, None where there were none."""
@@ -57,13 +61,10 @@ class Line:
         """Of some tallies together."""
         times = sorted(seconds for tally in tallies for seconds in tally.seconds)
         return cls(
-            fault,
-            *(
-                sum(getattr(tally, name) for tally in tallies)
-                for name in ("faults", "repeated", "refused", "wrong", "lost", "hangs", "left_over")
-            ),
+            fault=fault,
             median_ms=statistics.median(times) * 1e3 if times else None,
             p99_ms=times[-1 - len(times) // 100] * 1e3 if times else None,
+            **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
         )
 
     def to_object(self) -> dict[str, object]:

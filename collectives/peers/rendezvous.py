@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import threading
@@ -24,6 +25,9 @@ from topoplan.errors import UsageError
 
 STRANGER_SECONDS = 10.0
 """Time in which a connection must say who it is."""
+
+CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
+"""What the system says of a connection that its other end has closed."""
 
 LINGER_SECONDS = 1.0
 """Time for ranks to hear the last word before the connections are closed."""
@@ -161,6 +165,14 @@ class Rendezvous:
         times += [time for time in (self._hub.deadline, end) if time is not None]
         return max(0.0, min(times) - now) if times else None
 
+    def _left(self) -> list[_Visitor]:
+        """Ranks that have closed their connections, also where what they said before is not read yet."""
+        ended = select.poll()
+        ranks = {one.connection.fileno(): one for one in self._visitors if one.rank >= 0}
+        for descriptor in ranks:
+            ended.register(descriptor, CLOSED)
+        return [ranks[descriptor] for descriptor, _ in ended.poll(0)]
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
@@ -196,7 +208,12 @@ class Rendezvous:
         now = time.monotonic()
         try:
             if visitor.rank >= 0:
-                self._deliver(self._hub.receive(visitor.rank, message, now))
+                posts = self._hub.receive(visitor.rank, message, now)
+                left = self._left() if any(said["type"] == "agreed" for _, said in posts) else []
+                for one in left:  # where this process was stopped, so long that they have given it up
+                    self._deliver(self._hub.lost(one.rank))
+                if not left:
+                    self._deliver(posts)
                 return True
             refusal, posts = self._hub.join(message, now)
         except (KeyError, TypeError, ValueError):

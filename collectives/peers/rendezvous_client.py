@@ -100,7 +100,7 @@ class Control:
                     raise BackendError(str(message["message"]), rank=self.rank, peer=message.get("peer"))
                 if message["type"] == "welcome":
                     self.host = message["host"]
-                    self._process = str(message["processes"]), int(message["pid"])
+                    self._process = str(message.get("processes")), int(message.get("pid", 0))
                     self._early = messages[number:]
                     return message
 

@@ -285,7 +285,11 @@ def test_seats_go_to_those_that_want_them_and_nobody_gets_one_that_is_taken() ->
     with job(4) as ranks:
         agreed(ranks, {0: [1, 3], 2: []})
         text = json.dumps(
-            [[9, ["h", 1, "t", "n", "p", 7, -1]], [5, ["h", 2, "t", "n", "p", 8, 3]], [7, ["h", 3, "t", "n", "p", 9, 0]]]
+            [
+                [9, ["h", 1, "t", "n", "p", 7, -1]],
+                [5, ["h", 2, "t", "n", "p", 8, 3]],
+                [7, ["h", 3, "t", "n", "p", 9, 0]],
+            ]
         )
         invited = ranks[0].invited([text, text], seats=4)
         assert [(one.number, one.card.seat) for one in invited] == [(5, 3), (9, 1)]
