@@ -35,7 +35,6 @@ from tests.bench import (
     planning,
     probing,
     published,
-    recovery,
     reduce_scatter_allgather,
     robustness,
     scale,
@@ -48,7 +47,7 @@ from tests.bench import (
 )
 from topoplan.errors import UsageError
 
-WITH_OPTIONS = {"executors": executors.main, "hook": hook.main, "recovery": recovery.main}
+WITH_OPTIONS = {"executors": executors.main, "hook": hook.main}
 
 
 def main() -> int:
@@ -87,7 +86,6 @@ def main() -> int:
         "planning": planning.main,
         "probing": probing.main,
         "published": published.main,
-        "recovery": recovery.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "robustness": robustness.main,
         "scale": scale.main,

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -253,11 +253,6 @@ def faults_of(plan: Plan, what: Round, reports: Mapping[int, Mapping[str, Any]])
         found += [f"rank {rank} has other sums"] if dict(one["sums"]) != dict(first["sums"]) else []
         found += [f"rank {rank}: epoch {one['epoch']}"] if one["epoch"] != first["epoch"] else []
     return found
-
-
-def times_of(reports: Mapping[int, Mapping[str, Any]], died: float) -> Sequence[float]:
-    """Seconds from the death of a victim to the first result that each survivor has without it."""
-    return [one["resumed"] - died for one in reports.values() if one.get("resumed")]
 
 
 def plan_for(size: int) -> Plan:
