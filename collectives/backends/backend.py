@@ -6,7 +6,7 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -17,6 +17,7 @@ from collectives.peers.peers import World
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
 from topoplan.plans.plan import Plan
+from topoplan.topology import Topology
 
 Array = TypeVar("Array")
 
@@ -228,6 +229,53 @@ class Traces(Protocol):
 
     def trace(self, steps: list[Step] | None) -> None:
         """Add the steps of the collectives from now on to a list; with None no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What a link from this rank has carried since it was opened.
+
+    Parameters
+    ----------
+    nbytes : int
+        That have arrived.
+    busy : float
+        Seconds in which something was on its way, those not counted in which the destination had no room for it.
+    """
+
+    nbytes: int
+    busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShare:
+    """What a plan counts on for a link from one rank to another.
+
+    Parameters
+    ----------
+    rate : float
+        GB/s.
+    wires : tuple of (source device, destination device, channel)
+        The links of the machine that it crosses, sorted.
+    """
+
+    rate: float
+    wires: tuple[tuple[str, str, str], ...]
+
+
+@runtime_checkable
+class MeasuresLinks(Protocol):
+    """A back end of one rank that sees how fast its links are while they are busy."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the system under it counts what that takes."""
+
+    def link_uses(self) -> Mapping[tuple[int, int, str], LinkUse]:
+        """What has gone over each link from this rank so far."""
+
+    def link_shares(self, plan: Plan, machine: Topology) -> Mapping[tuple[int, int, str], LinkShare]:
+        """What a plan counts on for its links on a machine that has those of the plan's, perhaps slower."""
 
 
 @runtime_checkable

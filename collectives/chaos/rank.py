@@ -276,13 +276,11 @@ class _Life:
         )
         arrays = [self._given(piece) for piece in pieces]
         outs = [self._out(piece, array, len(there)) for piece, array in zip(pieces, arrays, strict=True)]
-        begun: list[tuple[Handle[Any], list[list[int]], float]] = []
+        begun: list[tuple[Handle[Any], float]] = []
         for piece, array, out in zip(pieces, arrays, outs, strict=True):
-            # what runs already may lose a rank just now
-            before, began = self._there, time.monotonic()
-            handle = self._begun(piece, array, out)
-            begun.append((handle, [before, self._there], began))
-        for number, (piece, (handle, counted, began)) in enumerate(zip(pieces, begun, strict=True)):
+            began = time.monotonic()
+            begun.append((self._begun(piece, array, out), began))
+        for number, (piece, (handle, began)) in enumerate(zip(pieces, begun, strict=True)):
             array, out = arrays[number], outs[number]
             try:
                 found = handle.wait()
@@ -295,11 +293,8 @@ class _Life:
                     wrong += int(np.count_nonzero(out != UNWRITTEN))
                 self._tell(piece, number, handle, began, {"refused": True, "wrong": wrong})
                 return False
-            ended, judged = time.monotonic(), []
-            for one in counted if counted[0] != counted[1] else counted[:1]:
-                part = [rank for place, rank in enumerate(one) if place not in handle.without]
-                judged.append((self._wrong(piece, found, part), part))
-            wrong, part = min(judged)
+            ended, part = time.monotonic(), list(handle.among)
+            wrong = self._wrong(piece, found, part)
             if array is not out:
                 wrong += self._changed(piece, array)
             digest = 0 if found is None or piece.kind not in ALIKE else zlib.crc32(found.view(np.uint8))

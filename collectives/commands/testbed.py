@@ -80,6 +80,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="run each schedule also with every connection paced at this part of its share of the links, such as 0.95, "
         "and measure heartbeats beside both",
     )
+    parser.add_argument(
+        "--drop",
+        type=_drop,
+        action="append",
+        metavar="A-B=F",
+        help="after --runs runs of the first schedule and size let a link fall to this part of its rate, such as "
+        "gpu0-gpu3=0.1, and go on until the ranks have planned around it (on_slow); may be given several times",
+    )
     arguments.add_json(parser)
     add_cluster(parser)
     add_damage(parser)
@@ -101,6 +109,8 @@ def run(options: argparse.Namespace) -> int:
         used = {name for plan in plans.values() for name in plan.channels}
         links = [link for link in first.topology.links if link.channel in used] or first.topology.links
         scale = scale_for_link(links, options.gbit_per_link)
+    if options.drop:
+        return _run_drop(options, first, scale)
     with progress_line("building the network") as progress:
         outcome = run_testbed(
             plans,
@@ -115,15 +125,69 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes})
     else:
-        gpus = f"{counted(len(first.ranks), 'GPU')} ({named_ranks(first.ranks)})"
-        print(f"# {first.collective} on {first.topology.name}, {gpus}")
+        _print_heading(first)
         _print_outcome(outcome)
         print_notes(*notes)
     return 1 if any(one.wrong for one in outcome.measurements) else 0
 
 
+def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> int:
+    """Run a plan while links become slower; exit status 1 if any element is wrong, or nothing was planned anew."""
+    from collectives.testbed.drop import AFTER, run_drop
+
+    if options.headroom is not None:
+        raise UsageError("--headroom and --drop are two test beds; leave one out")
+    with progress_line("building the network") as progress:
+        dropped = run_drop(
+            plan,
+            options.sizes[0],
+            dict(options.drop),
+            scale=scale,
+            runs=options.runs,
+            chunk_bytes=options.chunk,
+            progress=progress,
+        )
+    if options.json:
+        print_json(
+            {**_heading(plan), "chunk": options.chunk, "drop": dict(options.drop), **dropped.to_object()}
+        )
+    else:
+        _print_heading(plan)
+        fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
+        print(
+            f"# {plan.schedule}, {format_size(dropped.nbytes)}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
+        )
+        header = ("phase", "runs", "ms", "GB/s", "predicted", "optimum", "of optimum", "wrong")
+        rows = [
+            (
+                one.name,
+                str(len(one.runs)),
+                f"{dropped.nbytes / one.rate / dropped.scale / 1e6:.1f}",
+                f"{one.rate:.4g}",
+                f"{one.predicted:.4g}",
+                f"{one.optimum:.4g}",
+                f"{one.rate / one.optimum:.1%}",
+                str(one.wrong),
+            )
+            for one in dropped.phases
+        ]
+        print(table(header, rows))
+        if dropped.switch is not None:
+            print(
+                f"# the run before which the ranks planned anew took {dropped.switch * 1e3:.1f} ms with that"
+            )
+        print_notes(*dropped.notes)
+    done = any(one.name == AFTER for one in dropped.phases)
+    return 1 if any(one.wrong for one in dropped.phases) or not done else 0
+
+
 def _heading(plan: Plan) -> dict[str, object]:
     return {"collective": plan.collective, "machine": plan.topology.name, "ranks": list(plan.ranks)}
+
+
+def _print_heading(plan: Plan) -> None:
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({named_ranks(plan.ranks)})"
+    print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
 
 
 def _print_outcome(outcome: Outcome) -> None:
@@ -202,6 +266,15 @@ def _ring(machine: Topology, collective: str, gpus: tuple[int, ...] | None, root
         return ring(machine, collective, gpus=gpus, root=root, kind="relay")
     except InfeasibleError:
         return direct
+
+
+def _drop(text: str) -> tuple[str, float]:
+    wire, equals, part = text.rpartition("=")
+    if not equals or not wire:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is no link with what is left of it, such as gpu0-gpu3=0.1"
+        )
+    return wire, arguments.number(1e-6, 1, "part of a rate below 1, such as 0.1")(part)
 
 
 def _schedules(text: str) -> tuple[str, ...]:

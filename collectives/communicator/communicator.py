@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,11 +29,13 @@ from collectives.communicator.going_on import (
     of_one_process,
 )
 from collectives.communicator.handle import InOrder, Outcome
+from collectives.communicator.watching import LEAST_BYTES, MODES, Watch, check_watched
 from collectives.communicator.what_is_left import Change, Company, note_on
+from collectives.communicator.what_is_slow import SlowLink, SlowRank
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
-from collectives.execution.request import request
+from collectives.execution.request import Request, request
 from collectives.execution.serving import is_helper, serve
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.peers.survivors import Survivors
@@ -98,14 +100,22 @@ class Communicator(DenseCollectives):
         False lets a switch between GPUs add floating-point numbers, where plan and machine have one that can: in an
         order of its own, so that sums need not have the same bits as elsewhere or in the next call.
     on_failure : str
-        What to do where a rank dies in a dense collective: "raise", or "shrink" to go on without it (`shrink`) and
+        What to do where a rank dies in a collective: "raise", or "shrink" to go on without it (`shrink`) and
         repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
         ``tcp`` and ``shared`` can. An average is then one of fewer ranks. What cannot be repeated raises
         `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
-        fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives raise in any
-        case, after which `shrink` may be called. It costs another meeting of the ranks in each collective, memory for
-        one result, and with ``out`` a copy of it: results are handed over when all ranks have theirs, so that inputs
-        stay intact, also where results take their places, and no rank keeps a result that another cannot get.
+        fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives are repeated
+        with the residuals from before them, and by another exchange where fewer ranks do not have theirs. It costs
+        another meeting of the ranks in each collective, memory for one result, and with ``out`` a copy of it, of
+        sparse ones a copy of the residual: results are handed over when all ranks have theirs, so that inputs stay
+        intact, also where results take their places, and no rank keeps a result that another cannot get.
+    on_slow : str
+        Whether to look for links and ranks that are slower than the others, in dense collectives of 1 MB and more:
+        "ignore"; "report", in `slow` and `notes`; or "replan", which also moves traffic away from slow links where the
+        model gains more than 10 % by it, and back when they are fast again. ``tcp`` on Linux sees links; other back
+        ends whose ranks are processes see only which rank the others wait for, against which no plan helps. The same
+        on all ranks, who tell each other what they measured before every fourth such collective, or after 0.2 s of
+        them.
 
     Attributes
     ----------
@@ -122,6 +132,8 @@ class Communicator(DenseCollectives):
     chunk_bytes : int or None
         Longest piece that moves at once; None where it is searched for.
     plan : Plan or SizePlans
+    on_failure : str
+        As above.
     epoch : int
         How often the ranks have agreed on who is left.
     notes : tuple of str
@@ -159,7 +171,10 @@ class Communicator(DenseCollectives):
         engine: str = "auto",
         exact: bool = True,
         on_failure: str = "raise",
+        on_slow: str = "ignore",
     ) -> None:
+        if on_slow not in MODES:
+            raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
         if (engine != "auto" or not exact) and not isinstance(backend, str):
@@ -191,6 +206,8 @@ class Communicator(DenseCollectives):
             check_helpers(plan, opened)
             if on_failure == "shrink" and not can_go_on(opened):
                 raise UsageError(CANNOT.format(name=opened.name))
+            if on_slow != "ignore":
+                check_watched(opened, plan, replans=on_slow == "replan")
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():
@@ -206,12 +223,15 @@ class Communicator(DenseCollectives):
         self.arrays = opened.arrays
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._goes_on = on_failure == "shrink" and opened.one_rank
         self._company = Company(plan)
         self._timeout = timeout
         self._handed_over = 0
         self._execution: Execution[Any] | None = Execution(store, opened, chunks)
+        self._on_slow = on_slow
+        self._watch: Watch | None = None
+        self._watch_anew()
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
 
@@ -224,6 +244,20 @@ class Communicator(DenseCollectives):
     def size(self) -> int:
         """Number of ranks."""
         return len(self.plan.ranks)
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The numbers that the ranks of now had at the beginning, or those in whose places they have come."""
+        return self._company.seats
+
+    @property
+    def slow(self) -> tuple[SlowLink | SlowRank, ...]:
+        """The links and ranks that are slower than the others, the same on all ranks; empty where nobody looks.
+
+        Each says in GB/s what a link does and was planned with, or by how much a rank is late, and since when: ``str``
+        is one line. Ranks are judged when the next collective of 1 MB or more begins (see ``on_slow``).
+        """
+        return () if self._watch is None else self._watch.slow
 
     def sparse_all_reduce(
         self,
@@ -276,7 +310,7 @@ class Communicator(DenseCollectives):
             Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
             unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
         """
-        execution, sparse = self._open(), self._sparse_collective()
+        execution = self._open()
         try:
             asked = sparse_request(
                 execution.backend,
@@ -289,6 +323,15 @@ class Communicator(DenseCollectives):
                 key=key,
                 momentum=momentum,
             )
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        if self._goes_on:
+            outcome = Outcome()
+            task = partial(self._sparse_to_end, asked, self._company.seats, outcome)
+            return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
+        sparse = self._sparse_collective()
+        try:
             chosen = self._explained(asked)
             residuals = sparse.prepare(asked)
         except UsageError as error:
@@ -308,7 +351,9 @@ class Communicator(DenseCollectives):
                     execution.refuse(str(error))
                 raise
 
-        return self._in_order.submit(run) if async_op else self._in_order.run(run)
+        if async_op:
+            return self._in_order.submit(run, Outcome(among=self._company.seats, exchange=chosen))
+        return self._in_order.run(run)
 
     def explain(
         self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
@@ -551,6 +596,7 @@ class Communicator(DenseCollectives):
                 chunk_bytes=terms.chunk_bytes,
                 timeout=terms.timeout,
                 on_failure=terms.on_failure,
+                on_slow=terms.on_slow,
             )
         except BaseException:
             left.backend.close()
@@ -699,10 +745,9 @@ class Communicator(DenseCollectives):
                 root=before.root,
                 about=change.digest,
             )
-            execution.exchange_plans(PlanStore(made))
-            self.plan, self._company = made, company
-            self._renew_sparse(range(len(self.ranks)))
+            self._adopt(made, company)
             self.notes = (*self.notes, note_on(before, made, change))
+            self._watch_anew()
 
         self._in_order.run(run)
 
@@ -724,7 +769,7 @@ class Communicator(DenseCollectives):
         execution = self._open()
         if execution.knows(collective):
             return execution.plan(collective, nbytes)
-        return self._in_order.run(lambda: execution.plan(collective, nbytes))
+        return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
     def gather_texts(self, text: str) -> list[str]:
         """What every rank says, in order of rank: a process says one text, for all of its ranks.
@@ -822,15 +867,18 @@ class Communicator(DenseCollectives):
             raise UsageError("this process is a helper and has nothing to put in; call serve")
         if self._goes_on:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
-        task = execution.repeated(collective, root, op, arrays, out, later=async_op)
+        below = None if self._watch is None else LEAST_BYTES
+        task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
         if task is None:
             try:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
             except UsageError as error:
                 self._refuse(str(error))
                 raise
-            task = partial(execution.run, checked)
-        return self._in_order.submit(task) if async_op else self._in_order.run(task)
+            task = partial(self._run_watched, execution, checked)
+        if async_op:
+            return self._in_order.submit(task, Outcome(among=self._company.seats))
+        return self._in_order.run(task)
 
     def _start_to_end(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
@@ -845,6 +893,32 @@ class Communicator(DenseCollectives):
         seat = None if root is None else seats[root]
         task = partial(self._run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
+
+    def _run_watched(self, execution: Execution[Any], checked: Request[Any]) -> Any:
+        """Run a collective; where somebody asks what is slow measure it, and look before it what there is."""
+        watch = self._watch
+        if watch is None or watch.execution is not execution or not watch.measures(checked):
+            return execution.run(checked)
+        if watch.due:
+            made, news = watch.look(self.plan)
+            self.notes = (*self.notes, *news)
+            if news:
+                self._company = watch.company
+            if made is not self.plan:
+                self._adopt(made, watch.company)
+        return watch.run(checked)
+
+    def _adopt(self, made: Plans, company: Company) -> None:
+        """Go on with another plan for the same ranks."""
+        self._open().exchange_plans(PlanStore(made))
+        self.plan, self._company = made, company
+        self._renew_sparse(range(len(self.ranks)))
+
+    def _watch_anew(self) -> None:
+        """Begin to look for what is slow, by the present plan."""
+        if self._on_slow != "ignore":
+            replans = self._on_slow == "replan"
+            self._watch = Watch(self._open(), self.plan, self._company, replans=replans)
 
     def _run_to_end(
         self,
@@ -867,37 +941,93 @@ class Communicator(DenseCollectives):
         """
         failure: BackendError | None = None
         while True:
-            execution, complete, result = self._open(), False, None
+            execution = self._open()
             left = self._company.seats
-            outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
             try:
                 if root is not None and root not in left:
                     raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
                 place = None if root is None else left.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                lost = ", ".join(map(str, outcome.without))
+                lost = [rank for rank, seat in enumerate(seats) if seat not in left]
                 raise BackendError(
-                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
-                    f"anew among the {self.size} ranks that are left"
+                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
+                    f"{error}; call it anew among the {self.size} ranks that are left"
                 ) from failure
-            try:
-                result = execution.run(replace(checked, outputs=[None]))
-                complete = True
-                execution.hand_over()
-            except BackendError as error:
-                failure = error
-                progress = self._without_failed(error, Progress(self._handed_over, complete))
-                if max(one.handed_over for one in progress) == self._handed_over:
-                    outcome.repeated = True
-                    continue
-                assert complete, "some rank was told that all are"
-            self._handed_over += 1
+            run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
+            result, failure = self._given_to_all(run, seats, outcome)
+            if failure is not None:
+                continue
             (wanted,) = checked.outputs
             if wanted is None or result is None:
                 return result
             self.arrays.copy(wanted, result)
             return wanted
+
+    def _sparse_to_end(self, asked: SparseRequest, seats: tuple[int, ...], outcome: Outcome) -> Any:
+        """As `_run_to_end`, of a sparse collective: each time with the residuals from before it was called."""
+        before = self._sparse_collective().kept(asked)
+        while True:
+            sparse = self._sparse_collective()
+
+            def run(sparse: SparseCollective = sparse) -> Any:
+                wanted, outcome.exchange = self._still_possible(sparse, asked)
+                return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
+
+            try:
+                result, failure = self._given_to_all(run, seats, outcome)
+            except UsageError as error:
+                sparse.go_back(asked, before)
+                self._open().refuse(str(error))
+                raise
+            except BackendError:
+                sparse.go_back(asked, before)
+                with suppress(UsageError):
+                    sparse.keep(asked, sparse.prepare(asked))
+                raise
+            if failure is None:
+                break
+            self._sparse_collective().go_back(asked, before)
+        (output,) = asked.outputs
+        if output is None:
+            return result
+        self.arrays.copy(output, result)
+        return output
+
+    def _still_possible(
+        self, sparse: SparseCollective, asked: SparseRequest
+    ) -> tuple[SparseRequest, Explanation]:
+        """What is asked for, and how it is exchanged: by another exchange where fewer ranks do not have that one."""
+        try:
+            return asked, sparse.explain(asked)
+        except UsageError as error:
+            if not self.epoch or asked.exchange == "auto":
+                raise
+            note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
+            self.notes = self.notes if note in self.notes else (*self.notes, note)
+            asked = replace(asked, exchange="auto")
+            return asked, sparse.explain(asked)
+
+    def _given_to_all(
+        self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
+    ) -> tuple[Result | None, BackendError | None]:
+        """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
+        execution, among, complete = self._open(), self._company.seats, False
+        outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in among)
+        result: Result | None = None
+        try:
+            result = run()
+            complete = True
+            execution.hand_over()
+        except BackendError as error:
+            progress = self._without_failed(error, Progress(self._handed_over, complete))
+            if max(one.handed_over for one in progress) == self._handed_over:
+                outcome.repeated = True
+                return None, error
+            assert complete, "some rank was told that all are"
+        self._handed_over += 1
+        outcome.among = among
+        return result, None
 
     def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
         """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
@@ -911,7 +1041,7 @@ class Communicator(DenseCollectives):
         """What this process has when it goes on."""
         backend = self._open().backend
         about = backend.about if isinstance(backend, GoesOn) else {}
-        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self._on_failure)
+        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self.on_failure, self._on_slow)
         return State(backend, self._company, self.plan, terms, self.epoch, progress or Progress())
 
     def _take(self, left: Left) -> None:
@@ -928,6 +1058,7 @@ class Communicator(DenseCollectives):
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
+        self._watch_anew()
         self._renew_sparse([0] if self.one_rank else [_place(seats, seat) for seat in left.company.seats])
 
     def _renew_sparse(self, places: Sequence[int | None]) -> None:
@@ -948,9 +1079,10 @@ class Communicator(DenseCollectives):
 
     def _explained(self, asked: SparseRequest) -> Explanation:
         """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
-        sparse = self._sparse_collective()
-        known = sparse.known(asked)
-        return self._in_order.run(lambda: sparse.explain(asked)) if known is None else known
+        known = self._sparse_collective().known(asked)
+        if known is not None:
+            return known
+        return self._in_order.run(lambda: self._sparse_collective().explain(asked))
 
     def _sparse_collective(self) -> SparseCollective:
         if self._sparse is None:

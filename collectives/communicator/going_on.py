@@ -60,7 +60,7 @@ class Terms:
         Seconds that a rank waits for another one.
     chunk_bytes : int or None
         Longest piece that moves at once.
-    on_failure : str
+    on_failure, on_slow : str
     """
 
     backend: str
@@ -68,6 +68,7 @@ class Terms:
     timeout: float
     chunk_bytes: int | None
     on_failure: str
+    on_slow: str = "ignore"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.numpy_arrays import NumpyArrays
+
+if TYPE_CHECKING:
+    from collectives.sparse.explanation import Explanation
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
@@ -17,7 +20,7 @@ Other = TypeVar("Other")
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How a collective came to its end, where that was not at once: filled in while it runs.
+    """How a collective came to its end: filled in while it runs.
 
     Parameters
     ----------
@@ -25,10 +28,16 @@ class Outcome:
         Whether it was run again, by fewer ranks than it was called on.
     without : tuple of int
         The ranks that its result is without, as they were counted when it was called.
+    among : tuple of int
+        The ranks whose arrays are in the result, by their numbers in the first plan.
+    exchange : Explanation or None
+        Of a sparse collective: by which exchange it ran.
     """
 
     repeated: bool = False
     without: tuple[int, ...] = ()
+    among: tuple[int, ...] = ()
+    exchange: Explanation | None = None
 
 
 class Handle(Generic[Result]):
@@ -62,6 +71,20 @@ class Handle(Generic[Result]):
         """
         return self._outcome.without
 
+    @property
+    def among(self) -> tuple[int, ...]:
+        """Once it is done: the ranks whose arrays are in the result, by their numbers in the first plan.
+
+        The same on all ranks, whoever has died meanwhile, which `Communicator.size` need not be: one may have had its
+        result just before the others went on without a rank. Empty where nothing was exchanged.
+        """
+        return self._outcome.among
+
+    @property
+    def exchange(self) -> Explanation | None:
+        """Once it is done, of a sparse collective: what travelled, and why."""
+        return self._outcome.exchange
+
     @staticmethod
     def of(result: Result) -> Handle[Result]:
         """One that has ended, with this result."""
@@ -93,7 +116,7 @@ class Handle(Generic[Result]):
                 future.set_exception(error)
 
         self.when_done(follow)
-        return Handle(future)
+        return Handle(future, outcome=self._outcome)
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result, once it is there.

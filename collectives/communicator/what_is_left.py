@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from topoplan.choice.alike import plan_alike
 from topoplan.choice.by_size import plan_by_size
-from topoplan.degraded import slow_links, without_gpus, without_links
+from topoplan.degraded import find_links, slow_links, without_gpus, without_links
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan
 from topoplan.packing.survival import replan
@@ -111,6 +111,18 @@ class Company:
             change=replace(
                 self.change, without=tuple(sorted(set(range(len(self.whole.ranks))).difference(seats)))
             ),
+        )
+
+    def with_slow(self, links: Mapping[str, float]) -> Company:
+        """With these links, each in one direction such as ``gpu0->gpu3``, as slow as that, whatever is said of them."""
+        machine = self.whole.topology
+        said = {
+            f"{src}->{dst}": speed
+            for wire, speed in self.change.slow_links
+            for src, dst in find_links(machine, wire)
+        }
+        return replace(
+            self, change=replace(self.change, slow_links=tuple(sorted((said | dict(links)).items())))
         )
 
     def plan(self) -> Plans:

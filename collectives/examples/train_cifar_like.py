@@ -6,6 +6,10 @@ Start four processes, on CPU or, unchanged, on GPUs:
     torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
     torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --built-in
 
+or let it start them itself, lose one in a step, and let another come in its place (`fewer_ranks`):
+
+    python -m collectives.examples.train_cifar_like --processes 4 --lose 2@100 --return 200
+
 Rank 0 prints the loss on images that were not trained on, and at the end what the exchanges did.
 
 The images are like CIFAR-10's: 3 x 32 x 32, ten classes.
@@ -20,6 +24,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +39,7 @@ from collectives import report
 from collectives.examples.cached_loader import CachedLoader
 from collectives.staleness.modes import Straggler
 from collectives.torch import HookState, topoplan_hook
+from topoplan.errors import TopoplanError
 
 CLASSES, SIDE = 10, 32
 BLOBS = 4
@@ -89,7 +95,18 @@ TRAINED, TESTED = 8192, 4096
 
 def main() -> None:
     """Train as the command line says."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.processes:
+        from collectives.examples import fewer_ranks
+
+        try:
+            if fewer_ranks.FOLDER in os.environ:
+                fewer_ranks.train(options)
+                return
+            sys.exit(fewer_ranks.launch(options, sys.argv[1:]))
+        except TopoplanError as error:
+            parser.exit(2, f"{error}\n")
     cuda = torch.cuda.is_available()
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -150,13 +167,13 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         optimiser.step()
         schedule.step()
         if step % options.every == options.every - 1 or step == options.steps - 1:
-            losses.append((step + 1, _test(model.module, new.to(dtype), their_labels)))
+            losses.append((step + 1, tested(model.module, new.to(dtype), their_labels)))
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
     seconds, gap = _slowest(time.perf_counter() - started, None if state is None else state.gap)
     if state is not None:
         state.finish()
-    final = _test(model.module, new.to(dtype), their_labels)
+    final = tested(model.module, new.to(dtype), their_labels)
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
         if state is not None:
@@ -224,7 +241,8 @@ def _straggler(text: str | None) -> Straggler | None:
 
 
 @torch.no_grad()
-def _test(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
+def tested(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
+    """The mean cross entropy of a model on images."""
     loss = float(nn.functional.cross_entropy(model(shown), labels))
     return loss if math.isfinite(loss) else math.inf
 
@@ -261,6 +279,20 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="read images through a cache of N decoded ones, ahead of training",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="start so many, which train in a plain loop on the CPU, over tcp",
+    )
+    parser.add_argument("--lose", metavar="R@S", help="kill rank R of these processes in step S")
+    parser.add_argument(
+        "--return",
+        type=int,
+        metavar="S",
+        dest="back",
+        help="let another process in, in its place, before step S",
     )
     parser.add_argument("--every", type=int, default=50, help="steps between tests (default: 50)")
     parser.add_argument("--out", metavar="F.json", help="write losses and speed")

@@ -195,7 +195,15 @@ class Execution(Generic[Array]):
         return results[0] if self.backend.one_rank else results
 
     def repeated(
-        self, collective: str, root: int | None, op: str | None, array: Any, out: Any, *, later: bool
+        self,
+        collective: str,
+        root: int | None,
+        op: str | None,
+        array: Any,
+        out: Any,
+        *,
+        later: bool,
+        below: int | None = None,
     ) -> Callable[[], Any] | None:
         """What runs a call like an earlier one on these arrays; None where they have to be looked at.
 
@@ -207,6 +215,8 @@ class Execution(Generic[Array]):
             What he passes for input and result.
         later : bool
             Whether it runs in the background.
+        below : int, optional
+            Buffers of so many bytes and more have to be looked at in any case.
         """
         library = self.backend.arrays
         if (
@@ -217,7 +227,7 @@ class Execution(Generic[Array]):
         ):
             return None
         call = self._repeated.get((collective, root, op, array.dtype, array.shape))
-        if call is None:
+        if call is None or (below is not None and call.kind.nbytes >= below):
             return None
         places = call.places(array, out, library)
         if places is None:
@@ -368,6 +378,15 @@ class Execution(Generic[Array]):
         )
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
+
+    @property
+    def calls(self) -> int:
+        """Transfer tables that were run so far."""
+        return self._calls
+
+    def plan_of(self, kind: Kind) -> Plan:
+        """The plan by which calls of a kind run; see `planned`."""
+        return self._plan(kind.collective, kind.root, kind.nbytes)
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""

@@ -73,34 +73,109 @@ def launch_local(
     >>> launch_local([sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['RANK']))"], 3)
     2
     """
+    with local_ranks(command, processes, environment=environment, grace=grace, prefix=prefix) as ranks:
+        return ranks.wait()
+
+
+class LocalRanks:
+    """Processes of one job (`local_ranks`).
+
+    Parameters
+    ----------
+    command : sequence of str
+    environment : mapping
+        Of all of them.
+    grace : float
+    prefix : bool
+        As `launch_local`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], *, grace: float, prefix: bool
+    ) -> None:
+        self._command, self._environment = command, environment
+        self._grace, self._prefix = grace, prefix
+        self._at: dict[int, subprocess.Popen[bytes]] = {}
+        self._lost: list[subprocess.Popen[bytes]] = []
+        self._copying: list[threading.Thread] = []
+
+    def start(self, *ranks: int, environment: Mapping[str, str] | None = None) -> None:
+        """Start the processes of ranks, with variables of their own; also again, in place of those that were lost."""
+        for rank in ranks:
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            whole = {**os.environ, **place, **self._environment, **(environment or {})}
+            self._at[rank] = _start(self._command, whole, piped=self._prefix)
+        if self._prefix:  # threads, once all have been forked
+            self._copying += [_copy(self._at[rank], rank) for rank in ranks]
+
+    def lose(self, rank: int) -> None:
+        """Kill the process of a rank (SIGKILL); that it has ended is no failure of the job."""
+        process = self._at.pop(rank)
+        self._lost.append(process)
+        _signal([process], signal.SIGKILL)
+
+    def runs(self, rank: int) -> bool:
+        """Whether the process of a rank has not ended."""
+        return rank in self._at and self._at[rank].poll() is None
+
+    def wait(self) -> int:
+        """Wait until all have ended, or one has failed and the others had time to end: the worst exit status."""
+        ranks = list(self._at.values())
+        while _running(ranks) and not any(process.returncode for process in ranks):
+            time.sleep(POLL_SECONDS)
+        _await_all(ranks, self._grace)
+        statuses = [process.returncode for process in ranks if process.returncode is not None]
+        return max((128 - status if status < 0 else status for status in statuses), default=0)
+
+    def interrupt(self) -> None:
+        """Pass on an interrupt from the keyboard."""
+        _signal(list(self._at.values()), signal.SIGINT)
+        _await_all(list(self._at.values()), self._grace)
+
+    def end(self) -> None:
+        """End what still runs."""
+        ranks = [*self._at.values(), *self._lost]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal(_running(ranks), number)
+            # a stopped process takes a signal when it goes on
+            _signal(_running(ranks), signal.SIGCONT)
+            _await_all(ranks, self._grace)
+        for thread in self._copying:
+            thread.join()
+
+
+@contextlib.contextmanager
+def local_ranks(
+    command: Sequence[str],
+    processes: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    grace: float = 5.0,
+    prefix: bool = False,
+) -> Iterator[LocalRanks]:
+    """The ranks of a job while they run, to lose one and to start it again; behind it none is left.
+
+    Parameters and errors as of `launch_local`.
+    """
     if processes < 1:
         raise UsageError(f"{processes} processes cannot be started; give at least 1")
     # the rendezvous listens at once, but its thread starts only when all processes have been forked
     rendezvous = Rendezvous("127.0.0.1:0", processes)
-    ranks: list[subprocess.Popen[bytes]] = []
-    copying: list[threading.Thread] = []
+    world = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "TOPOPLAN_RENDEZVOUS": rendezvous.address,
+    }
+    ranks = LocalRanks(command, {**world, **(environment or {})}, grace=grace, prefix=prefix)
     try:
-        for rank in range(processes):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "TOPOPLAN_RENDEZVOUS": rendezvous.address,
-            }
-            ranks.append(_start(command, {**os.environ, **place, **(environment or {})}, piped=prefix))
+        ranks.start(*range(processes))
         rendezvous.start()
-        if prefix:
-            copying = [_copy(process, rank) for rank, process in enumerate(ranks)]
-        return _wait(ranks, grace)
+        yield ranks
     except KeyboardInterrupt:
-        _signal(ranks, signal.SIGINT)
-        _await_all(ranks, grace)
+        ranks.interrupt()
         raise
     finally:
-        _end(ranks, grace)
-        for thread in copying:
-            thread.join()
+        ranks.end()
         rendezvous.close()
 
 
@@ -136,15 +211,6 @@ def die_with_parent() -> Callable[[], None] | None:
     return ask
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
-    """Wait until all have ended, or one has failed and the others had time to end by themselves."""
-    while _running(ranks) and not any(process.returncode for process in ranks):
-        time.sleep(POLL_SECONDS)
-    _await_all(ranks, grace)
-    statuses = [process.returncode for process in ranks if process.returncode is not None]
-    return max((128 - status if status < 0 else status for status in statuses), default=0)
-
-
 def _running(ranks: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
     """The processes that have not ended; what the others have left in their process groups is killed."""
     for process in ranks:
@@ -157,15 +223,6 @@ def _await_all(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None
     deadline = time.monotonic() + seconds
     while _running(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
-    """End what still runs."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        _signal(_running(ranks), number)
-        # a stopped process takes a signal when it goes on
-        _signal(_running(ranks), signal.SIGCONT)
-        _await_all(ranks, grace)
 
 
 def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:

@@ -8,6 +8,7 @@ exchanges have left elsewhere, `hand_over` puts into the sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
@@ -15,6 +16,16 @@ from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
 Range = tuple[int, int]
 Handed = list[tuple[Range, Entries]]
 """Ranges of a gradient, and entries in them that count from their beginnings."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What a `Residuals` was at some time, in copies; ``owned`` are the ranges outside which it was zero."""
+
+    residual: Any
+    velocity: Any
+    step: int
+    owned: frozenset[Range] | None
 
 
 class Residuals:
@@ -61,6 +72,22 @@ class Residuals:
         self.whole.restore(state)
         self.arrays = arrays
         self._parts.clear()
+
+    def saved(self) -> Kept:
+        """What is kept now, for `restore`."""
+        whole = self.whole
+        with self.arrays.here():
+            velocity = None if whole.velocity is None else whole.velocity.copy()
+            return Kept(whole.residual.copy(), velocity, whole.step, self._owned)
+
+    def restore(self, kept: Kept) -> None:
+        """Go back to what `saved` gave, of this one or of another of the same size."""
+        whole, self._owned = self.whole, kept.owned
+        with self.arrays.here():
+            whole.residual[...] = kept.residual
+            if whole.velocity is not None:
+                whole.velocity[...] = kept.velocity
+        whole.step = kept.step
 
     def part(self, start: int, stop: int) -> Feedback:
         """The feedback of some elements, the same object each time."""

@@ -21,7 +21,7 @@ from collectives.sparse.dense_and_pairs import DenseExchange, PairExchange
 from collectives.sparse.entry_arrays import EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages, message_bytes, place_bytes
 from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
-from collectives.sparse.residuals import Residuals
+from collectives.sparse.residuals import Kept, Residuals
 from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
@@ -115,6 +115,19 @@ class SparseCollective:
                 one.follow(arrays)
                 one.changed()
                 one.whole.feed(arrays.values(line), 0)
+
+    def kept(self, asked: SparseRequest) -> list[Kept] | None:
+        """Copies of what is kept of a request's key, for `go_back`; None where nothing is yet."""
+        residuals = self._residuals.get(asked.key)
+        return None if residuals is None else [one.saved() for one in residuals]
+
+    def go_back(self, asked: SparseRequest, before: list[Kept] | None) -> None:
+        """Keep of a request's key what was kept when `kept` was called, also by another collective for fewer ranks."""
+        if before is None:
+            self._residuals.pop(asked.key, None)
+        else:
+            for one, saved in zip(self._residuals[asked.key], before, strict=True):
+                one.restore(saved)
 
     def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: Explanation) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""

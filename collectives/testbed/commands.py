@@ -9,9 +9,10 @@ it holds little more than one packet: one that does not fit would be cut into it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from collectives.testbed.network import Cable, Network
+from collectives.testbed.network import SLOWEST, Cable, Network
 
 FRAME_BYTES = 9000
 
@@ -82,7 +83,9 @@ def commands(network: Network) -> Commands:
             )
             if rate is not None:
                 lines.append(f"link set {cable.interface} gso_max_size {_packet(rate)}")
-                shape[name].append(f"qdisc add dev {cable.interface} root {_bucket(rate)}")
+                shape[name].append(
+                    f"qdisc add dev {cable.interface} root {_bucket(rate, burst=_burst(rate))}"
+                )
     for wire in network.wires:
         start, end = wire.addresses
         route = wire.flow.route
@@ -99,14 +102,41 @@ def commands(network: Network) -> Commands:
     )
 
 
+def shaped(network: Network, rates: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
+    """For tc in each namespace: what makes some links of a network slower.
+
+    The bucket stays as large: a packet that waits while it becomes smaller than that would wait for ever.
+
+    Parameters
+    ----------
+    network : Network
+    rates : mapping of str to float
+        Bits of data per second by direction, such as ``gpu0->gpu3``; those of other links are not looked at.
+    """
+    lines: dict[str, list[str]] = {}
+    for cable in network.cables:
+        for (first, second), before in zip((cable.ends, cable.ends[::-1]), cable.rates, strict=True):
+            wire = f"{first}->{second}"
+            if wire in rates and before is not None:
+                bucket = _bucket(max(SLOWEST, round(rates[wire])), burst=_burst(before))
+                lines.setdefault(network.namespace(first), []).append(
+                    f"qdisc change dev {cable.interface} root {bucket}"
+                )
+    return {name: tuple(found) for name, found in lines.items()}
+
+
 def _packet(rate: int) -> int:
     """Bytes of the longest packet that is sent over a link at once: two frames or more."""
     return max(2 * FRAME_BYTES, min(LONGEST_PACKET, round(PACKET_SECONDS * rate / 8)))
 
 
-def _bucket(rate: int) -> str:
+def _burst(rate: int) -> int:
+    """Bytes of the bucket of a link in one direction."""
+    return max(_packet(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
+
+
+def _bucket(rate: int, *, burst: int) -> str:
     """The token bucket of a link in one direction."""
-    burst = max(_packet(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
     return f"tbf rate {round(rate * WITH_HEADERS)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
 
 

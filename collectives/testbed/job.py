@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from collectives.testbed.commands import Commands
 from collectives.testbed.heartbeats import Pulse
@@ -52,6 +52,10 @@ class Job:
         Seconds that a rank waits for the next step.
     pulses : tuple of Pulse
         Wires that heartbeats go over meanwhile.
+    drop : dict of str to tuple of str
+        For tc in each namespace, after ``runs`` runs; empty where no link becomes slower.
+    most_dropped : int
+        Runs from then on, at most, until the ranks say that a link is slow.
     """
 
     commands: Commands
@@ -63,6 +67,8 @@ class Job:
     chunk_bytes: int
     timeout: float
     pulses: tuple[Pulse, ...] = ()
+    drop: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    most_dropped: int = 0
 
     def to_json(self) -> str:
         """One line."""
@@ -95,4 +101,6 @@ class Job:
             chunk_bytes=given["chunk_bytes"],
             timeout=given["timeout"],
             pulses=tuple(Pulse(**pulse) for pulse in given["pulses"]),
+            drop={name: tuple(lines) for name, lines in given["drop"].items()},
+            most_dropped=given["most_dropped"],
         )

@@ -24,6 +24,7 @@ from collectives.benchmark import DIVIDED, METHODS
 from collectives.communicator.communicator import Communicator
 from collectives.lowering.lower import lower
 from collectives.testbed.job import Job, Schedule
+from collectives.testbed.sandbox import shape_links
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import parse_plan_file
@@ -114,13 +115,47 @@ def _run_schedule(job: Job, schedule: Schedule, number: int, *, place: Path, ran
         pace=schedule.pace,
         timeout=job.timeout,
     )
-    with Communicator(plan, backend, chunk_bytes=job.chunk_bytes) as communicator:
+    on_slow = "replan" if job.drop else "ignore"
+    with Communicator(plan, backend, chunk_bytes=job.chunk_bytes, on_slow=on_slow) as communicator:
         _run_once(communicator, backend, plan, min(WARM_UP, *job.sizes), job.chunk_bytes)
+        if job.drop:
+            _run_dropping(job, communicator, backend, plan, number)
+            return
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
                 start, seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
                 times = {"start": start, "seconds": seconds, "wrong": wrong}
                 _tell(rank=rank, schedule=number, size=size, run=run, **times)
+
+
+def _run_dropping(
+    job: Job, communicator: Communicator, backend: TcpBackend, plan: Plan, schedule: int
+) -> None:
+    """Runs before links become slower, from then on until the ranks have planned anew, and by that plan.
+
+    The three parts are told as sizes 0, 1 and 2; the first run of the last is the one before which they planned.
+    """
+    rank = communicator.ranks[0]
+
+    def run(phase: int, number: int) -> None:
+        start, seconds, wrong = _run_once(communicator, backend, plan, job.sizes[0], job.chunk_bytes)
+        phase += communicator.plan.digest != plan.digest
+        times = {"start": start, "seconds": seconds, "wrong": wrong}
+        _tell(rank=rank, schedule=schedule, size=phase, run=number, **times)
+
+    for number in range(job.runs):
+        run(0, number)
+    if rank == 0:
+        shape_links(job.drop)
+    number = 0
+    while not communicator.notes and number < job.most_dropped:
+        run(1, number)
+        number += 1
+    if communicator.plan.digest != plan.digest:
+        for after in range(number, number + job.runs):
+            run(1, after)
+    if rank == 0:
+        _tell(notes=list(communicator.notes))
 
 
 def _run_once(

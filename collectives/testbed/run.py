@@ -74,7 +74,7 @@ def run_testbed(
     Nothing is left behind, whatever ends this process: see `collectives.testbed.sandbox`.
     """
     _check_plans(plans)
-    _check_memory(max(sizes), len(next(iter(plans.values())).ranks))
+    check_memory(max(sizes), len(next(iter(plans.values())).ranks))
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[Flow, Sequence[Link]] = {
         flow: links for part in flows.values() for flow, links in part.items()
@@ -121,7 +121,7 @@ def run_testbed(
                 schedule=name,
                 nbytes=nbytes,
                 line_seconds=nbytes / (plans[name].rate * chosen * 1e9),
-                predicted=_predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part),
+                predicted=predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part),
                 runs=told.seconds(number, place),
                 wrong=told.wrong(number, place),
                 headroom=part,
@@ -134,7 +134,7 @@ def run_testbed(
     )
 
 
-def _predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None) -> float:
+def predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None = None) -> float:
     """Seconds of the event simulation, which sees chunks wait for each other; the closed form if they are too many."""
     try:
         return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom).seconds
@@ -153,7 +153,7 @@ def _check_plans(plans: Mapping[str, Plan]) -> None:
             raise UsageError(f"{name} is for other GPUs or another machine; run it in a test bed of its own")
 
 
-def _check_memory(nbytes: int, ranks: int) -> None:
+def check_memory(nbytes: int, ranks: int) -> None:
     """Refuse what this machine's memory cannot hold: asking for it may end a rank without a word."""
     needed = BUFFERS * nbytes * ranks
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -192,11 +192,12 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a job told: bits per second of each link, the times of all ranks, and heartbeats."""
+    """What a job told: bits per second of each link, times of all ranks, heartbeats, and a communicator's notes."""
 
     links: tuple[float, ...]
     times: tuple[RankTime, ...]
     beats: tuple[Beat, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def seconds(self, schedule: int, size: int) -> tuple[float, ...]:
         """When the last rank was done, for each run."""
@@ -235,6 +236,7 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
     links: tuple[float, ...] = ()
     times: list[RankTime] = []
     beats: tuple[Beat, ...] = ()
+    notes: tuple[str, ...] = ()
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
         with sandbox.running("collectives.testbed.inside", stderr) as process:
@@ -250,6 +252,8 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
                     links = tuple(said["links"])
                 elif "beats" in said:
                     beats = tuple(Beat(*one) for one in said["beats"])
+                elif "notes" in said:
+                    notes = tuple(said["notes"])
                 else:
                     times.append(RankTime(**said))
                     if progress:
@@ -259,10 +263,12 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
         last = [line for line in stderr.read().splitlines() if line.strip()][-1:]
     if status or failures:
         raise _failure(failures, last, status)
-    return Told(links, tuple(times), beats)
+    return Told(links, tuple(times), beats, notes)
 
 
 def _progress(job: Job, times: list[RankTime]) -> str:
+    if job.drop:
+        return f"run {len(times) // len(job.ranks)}: a link drops after {job.runs}"
     runs = len(job.schedules) * len(job.sizes) * job.runs
     return f"run {len(times) // len(job.ranks)} of {runs}: {job.schedules[times[-1].schedule].name}"
 

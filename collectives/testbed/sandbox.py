@@ -140,6 +140,11 @@ def build(
             _batch(["ip"], lines)
             for name, value in SETTINGS.items():
                 Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
+    shape_links(shape)
+
+
+def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
+    """Run lines for tc in each namespace; ProbeError where it refuses."""
     for namespace, lines in shape.items():
         with within(namespace):
             _batch(["tc"], lines)

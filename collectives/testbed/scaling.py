@@ -13,7 +13,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
-from topoplan.topology import Link
+from topoplan.topology import Link, Topology
 
 MOST_TOGETHER = 2.4e9
 """Bits per second over all links together that two processor cores move and have some time left."""
@@ -22,8 +22,8 @@ MOST_ON_ONE = 1e9
 """Bits per second over one link that a sending and a receiving thread keep up with beside all others."""
 
 
-def slowed_plan(plan: Plan, scale: float) -> Plan:
-    """The plan on the machine of the test bed, for the model of its time.
+def slowed_plan(plan: Plan, scale: float, *, machine: Topology | None = None) -> Plan:
+    """The plan on the machine of the test bed, or on another with the same links, for the model of its time.
 
     Examples
     --------
@@ -32,8 +32,9 @@ def slowed_plan(plan: Plan, scale: float) -> Plan:
     >>> plan.rate, {link.bandwidth for link in plan.topology.links if link.channel == "nvlink"} == {0.0125, 0.025}
     (0.025, True)
     """
-    links = tuple(replace(link, bandwidth=link.bandwidth * scale) for link in plan.topology.links)
-    machine = replace(plan.topology, links=links)
+    whole = plan.topology if machine is None else machine
+    links = tuple(replace(link, bandwidth=link.bandwidth * scale) for link in whole.links)
+    machine = replace(whole, links=links)
     return replace(plan, topology=machine, rate=plan.rate * scale, bound=plan.bound * scale)
 
 

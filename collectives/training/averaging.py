@@ -19,11 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.sparse.explanation import Explanation
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.exchange_settings import FILTERS, ExchangeSettings
@@ -133,6 +135,18 @@ class Averager(ABC):
         """Give up what the filter was restored with and has found no use for: what it was."""
         return ""
 
+    def norm_kept(self) -> float | None:
+        """Norm of what this process's ranks have kept of gradients; None where they keep nothing."""
+        return None
+
+    def common(self) -> dict[str, NDArray[Any]]:
+        """What all ranks have alike besides parameters: a rank that comes later needs it."""
+        return {}
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from what `common` gave on another rank."""
+        return
+
     def mix(self, parameters: Sequence[Any]) -> None:
         """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
 
@@ -204,13 +218,13 @@ class InStepAverager(Averager):
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
         low_rank, codes = self._low_rank, self._codes
-        elements = elements_of(comm, gradients)
+        elements, density = elements_of(comm, gradients), how.density_at(step)
         if parts is None:
             parts = (Part(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
             handle, part = low_rank.start(thin, gradients, parts=parts, op=op, out=out, async_op=async_op)
             how_told = f"rank {low_rank.settings.rank}"
-            told_of: Mapping[str, Any] = {"density": part, "how": how_told, "bound": math.inf}
+            told_of: Mapping[str, Any] | None = {"density": part, "how": how_told, "bound": math.inf}
         elif codes is not None:
             handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
             part = codes.settings.nbytes(elements) / max(nbytes, 1)
@@ -222,11 +236,11 @@ class InStepAverager(Averager):
             above = f"above {self._significance.settings.threshold:g}"
             told_of = {"density": min(part, 1.0), "how": above, "bound": math.inf}
         elif how.density is None:
-            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=async_op))
+            told = async_op or comm.on_failure == "shrink"
+            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=told))
             plan = comm.plan_for("allreduce", nbytes)
             told_of = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
-            density = how.density_at(step)
             # first, since it keeps the gradient where ranks cannot agree on how to exchange it
             found = comm.sparse_all_reduce(
                 gradients,
@@ -237,14 +251,23 @@ class InStepAverager(Averager):
                 exchange=how.exchange,
                 wire=how.wire,
                 out=out,
-                async_op=async_op,
+                async_op=async_op or comm.on_failure == "shrink",
             )
             handle = Handle.around(found)
-            chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
-            bound = math.inf if chosen.plan is None else chosen.plan.bound
-            dense = chosen.exchange == "dense"
-            told_of = {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
-        handle.when_done(lambda: recorder.add(key, nbytes, started, step=step, **told_of))
+            told_of = None
+            if not isinstance(found, Handle):
+                chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
+                told_of = _told_of_sparse(chosen, density)
+
+        def over() -> None:
+            if handle.exchange is not None:
+                recorder.add(key, nbytes, started, step=step, **_told_of_sparse(handle.exchange, density))
+            elif told_of is not None:  # else it failed before it was known how
+                recorder.add(key, nbytes, started, step=step, **told_of)
+
+        handle.when_done(over)
+        if not async_op:
+            handle.wait()
         return handle
 
     def end_step(self) -> None:
@@ -273,6 +296,30 @@ class InStepAverager(Averager):
     def drop_unused(self) -> str:
         """See `Averager.drop_unused`."""
         return "" if self._memory is None else told(self._memory.drop_unused())
+
+    def common(self) -> dict[str, NDArray[Any]]:
+        """See `Averager.common`: the matrices with which low ranks go on."""
+        return (
+            {}
+            if self._low_rank is None
+            else {key: one for key, (one, *_) in self._low_rank.memory.arrays.items()}
+        )
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """See `Averager.restore_common`."""
+        if self._low_rank is not None:
+            self._low_rank.memory.arrays = {key: [one] for key, one in state.items()}
+
+    def norm_kept(self) -> float | None:
+        """See `Averager.norm_kept`."""
+        if self.settings.density is not None:
+            state = self.communicator.sparse_state()
+            lines = [one["residual"] for kept in state.values() for one in kept]
+        elif self._memory is not None:
+            lines = [line for kept in self._memory.residuals.values() for line in kept]
+        else:
+            return None
+        return math.sqrt(math.fsum(float(np.vdot(one, one)) for one in lines))
 
     @property
     def _filter(self) -> str:
@@ -532,7 +579,15 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
         for number, one in enumerate(parameters):
             started, nbytes = recorder.now(), nbytes_of(communicator, one)
             listed = one if communicator.one_rank else list(one)
-            communicator.all_reduce(listed, op="avg", out=listed)
+            handle = Handle.around(
+                communicator.all_reduce(
+                    listed, op="avg", out=listed, async_op=communicator.on_failure == "shrink"
+                )
+            )
+            handle.wait()
+            recorder.gave(
+                f"parameter {number}", handle.among, repeated=handle.repeated, step=recorder.step - 1
+            )
             plan = communicator.plan_for("allreduce", nbytes)
             recorder.add(
                 f"parameter {number}",
@@ -543,6 +598,13 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
                 bound=plan.bound,
                 step=recorder.step - 1,
             )
+
+
+def _told_of_sparse(chosen: Explanation, density: float) -> dict[str, Any]:
+    """What a record says of a sparse exchange."""
+    dense = chosen.exchange == "dense"
+    bound = math.inf if chosen.plan is None else chosen.plan.bound
+    return {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
 
 
 def nbytes_of(comm: Communicator, gradients: Any) -> int:

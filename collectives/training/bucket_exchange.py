@@ -169,6 +169,7 @@ class BucketExchange:
         for memory, handle in zip(self._memory, self._handles, strict=True):
             with self._about(memory.bucket), self._recorder.waiting():
                 handle.wait()
+            self._recorder.gave(_key(memory.bucket), handle.among, repeated=handle.repeated)
             memory.multiply(factor)
             for index in memory.bucket.members:
                 for place, mine in enumerate(averages):

@@ -22,6 +22,7 @@ from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
+from collectives.training.newcomers import hand_on
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -72,10 +73,22 @@ class GradientSynchronizer:
         their bits: 8 or 16.
     significance : Significance or float, optional
         Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+    invitation : str, optional
+        By which this process comes in where a rank is gone (`Communicator.invitation`): the others let it in by `grow`,
+        which it calls first. Plan, back end and ``on_failure`` are theirs.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
         Of the back end between GPUs, as `Communicator` takes them.
+    on_failure : str
+        What to do where a rank dies: "raise", or with tcp and shared "shrink" to go on without it (`Communicator`).
+        A bucket is then averaged over the ranks whose gradients were added up, also where in one step that are four in
+        the first buckets and three in the others; on all ranks that are left the same bits. What the lost rank had kept
+        of sparse gradients, low ranks or significance is lost, that of the others is used as ever. `recorder` and
+        `collectives.report` say who was lost, and in which step and bucket. Not with SSP, ASP and Gossip.
+    on_change : callable, optional
+        Called with the numbers of ranks before and after when other ranks have taken part than before: at the end of
+        the step, before its averages are returned, in the same step on all ranks. Here a rate of learning is scaled.
     name : str
         Of the recorder.
 
@@ -123,6 +136,9 @@ class GradientSynchronizer:
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
+        on_failure: str = "raise",
+        on_change: Callable[[int, int], object] | None = None,
+        invitation: str | None = None,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
@@ -137,15 +153,26 @@ class GradientSynchronizer:
             codes=IntegerCodes.of(codes),
             significance=Significance.of(significance),
         )
-        opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
+        self._comes = invitation is not None
+        opened: Backend[Any] | None = None
         try:
-            self.communicator = comm = Communicator(meant, opened, timeout=timeout)
+            if invitation is None:
+                opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
+                comm = Communicator(meant, opened, timeout=timeout, on_failure=on_failure)
+            else:
+                comm = Communicator.join(invitation, wait=timeout)
+            self.communicator = comm
             self.recorder = watch(Recorder(name, ranks=comm.size))
+            self.recorder.among = self._among = comm.seats
+            self._on_change, self._notes = on_change, 0
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
+                self._check_goes_on(how)
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
-            self._agree(f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}")
+            self._alike = f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}"
+            if not self._comes:
+                self._agree(self._alike)
             self._averager = averager(comm, how, self.recorder, timeout=timeout)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
@@ -159,8 +186,10 @@ class GradientSynchronizer:
                 self._proximal = Proximal(self.mode.proximal, comm.arrays, first)
             log_start(comm, how)
         except BaseException:
-            if opened is not backend:
+            if opened is not None and opened is not backend:
                 opened.close()
+            elif self._comes and hasattr(self, "communicator"):
+                self.communicator.close()
             raise
 
     def step(self, gradients: Any, *, out: Any = None) -> Any:
@@ -268,6 +297,11 @@ class GradientSynchronizer:
         """
         comm = self.communicator
         with self._refusing("joining"):
+            if comm.on_failure == "shrink" and (use is None or divide_by == "present"):
+                raise UsageError(
+                    "whether a rank that dies had data is not known to the others; with on_failure='shrink' join takes "
+                    "use=... and divide_by='all'"
+                )
             if (use is None) == (parameters is None):
                 raise UsageError(
                     "ranks that have run out of data would be left with old parameters; give join either use=..., "
@@ -301,6 +335,57 @@ class GradientSynchronizer:
         finally:
             self._exchange.presence = None
 
+    def grow(self, arrays: Any) -> tuple[int, ...]:
+        """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
+
+        All ranks call it at the same steps, each time or every so many; it costs them a meeting with short texts. One
+        that was made with an ``invitation`` calls it first of all, and is then where the others are: in the same step,
+        with their arrays. It has kept nothing of gradients; in `LocalSGD` its parameters are those of one of them.
+
+        Parameters
+        ----------
+        arrays : list of arrays
+            What steps change: parameters, moments. Those of a rank that comes are changed in place.
+
+        Returns
+        -------
+        tuple of int
+            Those that have come, by their numbers in the first plan.
+
+        Raises
+        ------
+        UsageError
+            A step is not over; or a rank that comes has other parameters, settings or arrays, and the others go on
+            without it.
+        BackendError
+            Another rank failed.
+        """
+        comm = self.communicator
+        with self._refusing("growing"):
+            self._check_between_steps()
+            if self._exchange.presence is not None:
+                raise UsageError("who comes has not entered join; let others in outside of it")
+            if comm.on_failure != "shrink" or not comm.one_rank:
+                raise UsageError("ranks that raise when one dies let nobody in; use on_failure='shrink'")
+        before = self.recorder.among
+        if not self._comes and not comm.grow():
+            return ()
+        with self._refusing("growing"):
+            among = hand_on(
+                comm,
+                arrays,
+                has_it=not self._comes,
+                alike=f"{self._same()['layout']} {self._alike}",
+                give=self._common,
+                take=self._take_common,
+            )
+        if self._comes:
+            self._comes = False
+            before = self.recorder.among = self._among = among
+            self.recorder.ranks = len(among)
+            return (comm.seats[comm.rank],)
+        return tuple(seat for seat in among if seat not in before)
+
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
 
@@ -320,6 +405,7 @@ class GradientSynchronizer:
         self._heard = self.recorder.step
         if self._averaged < self._averager.due:
             self._averager.mix(self._by_parameter(parameters))
+            self._tell_of_change()
             self._averaged, self._apart = self._averager.due, isinstance(self.mode, Gossip)
             if self._proximal is not None:
                 self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
@@ -491,7 +577,7 @@ class GradientSynchronizer:
         for bucket in self.buckets:
             likes = [one[bucket.members[0]] for one in parameters]
             memory.append(BucketMemory(bucket, shapes, comm, likes))
-            if how.density is not None:
+            if how.density is not None and not self._comes:
                 lines = memory[-1].given or likes
                 comm.explain(
                     lines[0] if comm.one_rank else lines,
@@ -503,9 +589,59 @@ class GradientSynchronizer:
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
         averages = self._exchange.finish(outs)
+        self._tell_of_change()
         if self._proximal is not None:
             self._proximal.add_to(averages)
         return averages[0] if self.communicator.one_rank else averages
+
+    def _check_goes_on(self, how: ExchangeSettings) -> None:
+        """Raise `UsageError` where gradients are exchanged in a way that cannot go on without a rank."""
+        comm = self.communicator
+        if comm.on_failure != "shrink":
+            return
+        if not comm.one_rank:
+            raise UsageError(
+                f"the {comm.backend} back end has all ranks in this process, which live and die together; leave "
+                "on_failure='shrink' out"
+            )
+        if not isinstance(self.mode, BSP | LocalSGD):
+            raise UsageError(
+                f"ranks of {self.mode} send to each other one by one and cannot go on without one; use bsp or local "
+                "with on_failure='shrink'"
+            )
+        narrow = sorted({one.dtype for one in self.buckets if one.dtype in ("float16", "bfloat16")})
+        if how.low_rank is not None and narrow:
+            raise UsageError(
+                f"low ranks of {narrow[0]} are divided by the number of ranks before they are added up, and that may "
+                "change meanwhile; give float32 with on_failure='shrink'"
+            )
+
+    def _common(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What all ranks have alike besides the caller's arrays."""
+        numbers = [self.recorder.step, self._averaged, self._heard, self._averager.due, self._apart]
+        pulled = {} if self._proximal is None else self._proximal.common()
+        kept = {f"kept {name}": one for name, one in self._averager.common().items()}
+        return {"numbers": np.array(numbers), **pulled, **kept}
+
+    def _take_common(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Go on from what `_common` gave on another rank."""
+        step, self._averaged, self._heard, self._averager.due, apart = map(int, state["numbers"])
+        self.recorder.step, self._apart = step, bool(apart)
+        if self._proximal is not None:
+            self._proximal.restore_common(state)
+        kept = {name[5:]: one for name, one in state.items() if name.startswith("kept ")}
+        self._averager.restore_common(kept)
+
+    def _tell_of_change(self) -> None:
+        """At the end of what all ranks exchange alike: whether others took part in it than before."""
+        before, self._among = self._among, self.recorder.among
+        if before == self._among:
+            return
+        notes = self.communicator.notes
+        self.recorder.explain_changes(self._averager.norm_kept(), notes[self._notes :])
+        self._notes = len(notes)
+        if self._on_change is not None and len(before) != len(self._among):
+            self._on_change(len(before), len(self._among))
 
     @contextlib.contextmanager
     def _refusing(self, when: str = "") -> Iterator[None]:
@@ -521,6 +657,7 @@ class GradientSynchronizer:
     def _average(self, parameters: Any) -> None:
         """Average the parameters now."""
         average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
+        self._tell_of_change()
         self._heard = self.recorder.step
         self._averaged = self._averager.due
         self._apart = False
@@ -571,7 +708,9 @@ class GradientSynchronizer:
             comm.broadcast(given, root=root, out=given)
 
     def _check_heard(self) -> None:
-        """Whether `after_step` was called in the step before, where it has something to do."""
+        """Whether `grow` and `after_step` were called before, where they have something to do."""
+        if self._comes:
+            raise UsageError("this rank has come in later and has not what the others have; call grow first")
         if isinstance(self.mode, APART) and self._heard != self.recorder.step:
             raise UsageError(
                 f"{self.mode} averages parameters when it is told that they have "

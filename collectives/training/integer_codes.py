@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.training.low_rank import put_in_all
+from collectives.training.low_rank import put_in_all, ranks_in, reduced
 from collectives.wire.fixed_point import (
     CODE_DTYPES,
     LARGEST,
@@ -119,8 +119,7 @@ class IntegerCodeExchange:
             raise UsageError(f"gradients of {library.dtype(given[0])} need no codes; give floats")
         lines = [_floats(library.values(one)) for one in given]
         ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
-        sent = ranges[0] if comm.one_rank else ranges
-        comm.all_reduce(sent, op="max", out=sent)
+        ranks = reduced(comm, ranges, "max")
         largest = np.array(library.values(ranges[0]))
         if not (largest <= LARGEST).all():
             raise UsageError(
@@ -135,7 +134,7 @@ class IntegerCodeExchange:
                 step=step,
                 stream=rank,
                 block=how.block,
-                ranks=comm.size,
+                ranks=ranks,
                 largest=largest,
             )
             for rank, line in zip(comm.ranks, lines, strict=True)
@@ -143,14 +142,17 @@ class IntegerCodeExchange:
         codes = [library.wrapped(one.codes) for one in made]
         scales = made[0].scales
 
+        adding = codes[0] if comm.one_rank else codes
+        told = async_op or comm.on_failure == "shrink"
+        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
+
         def decoded(_: Any) -> Any:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
             # a sum of gradients that were divided before is their average already
-            average = total if op == "sum" else total / np.float32(comm.size)
+            average = total if op == "sum" else total / np.float32(ranks_in(handle, comm))
             return put_in_all(comm, average, given, out)
 
-        adding = codes[0] if comm.one_rank else codes
-        return Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=async_op)).then(decoded)
+        return handle.then(decoded)
 
 
 def _floats(values: NDArray[Any]) -> NDArray[Any]:

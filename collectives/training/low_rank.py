@@ -260,6 +260,20 @@ class LowRankExchange:
         )
 
 
+def ranks_in(handle: Handle[Any], communicator: Communicator) -> int:
+    """How many ranks a collective was of that is done: the same number on all, also where a rank is lost meanwhile."""
+    return len(handle.among) or communicator.size
+
+
+def reduced(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
+    """Reduce a line of every rank, in place, and wait for it: of how many ranks it is (`ranks_in`)."""
+    given = lines[0] if communicator.one_rank else lines
+    told = communicator.on_failure == "shrink"
+    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=told))
+    handle.wait()
+    return ranks_in(handle, communicator)
+
+
 def put_in_all(communicator: Communicator, average: Matrix, given: Sequence[Any], out: Any) -> Any:
     """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given."""
     library, one_rank = communicator.arrays, communicator.one_rank

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from topoplan.errors import UsageError
@@ -74,6 +75,18 @@ class Proximal:
             else [[np.array(self._library.values(one)) for one in mine] for mine in part]
             for name, part in parts.items()
         }
+
+    def common(self) -> dict[str, NDArray[Any]]:
+        """The anchors, which all ranks have alike, by name."""
+        return {
+            f"anchor {place}": np.array(self._library.values(one))
+            for place, one in enumerate(self._anchor[0])
+        }
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from the anchors of another rank, as `common` gave them, without a pull."""
+        self._anchor = [[self._library.of(state[f"anchor {place}"]) for place in range(len(self._anchor[0]))]]
+        self._pull = None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""

@@ -67,6 +67,58 @@ class StepRecord:
     waited: float
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeRecord:
+    """From one exchange to the next other ranks took part. Ranks are numbered as in the first plan.
+
+    Parameters
+    ----------
+    step : int
+    key : str
+        Of the bucket from which on it were others.
+    before, after : tuple of int
+        The ranks whose gradients were averaged.
+    repeated : tuple of str
+        The buckets that this rank exchanged again.
+    kept : float or None
+        Norm of what this rank had kept of gradients at the end of the step; None where ranks keep nothing.
+    notes : tuple of str
+        What the communicator planned anew.
+    """
+
+    step: int
+    key: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    repeated: tuple[str, ...] = ()
+    kept: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """Who was there before only."""
+        return tuple(rank for rank in self.before if rank not in self.after)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Who was not there before."""
+        return tuple(rank for rank in self.after if rank not in self.before)
+
+    def __str__(self) -> str:
+        lost, joined = self.without, self.joined
+        parts = [f"without rank {', '.join(map(str, lost))}"] if lost else []
+        parts += [f"with rank {', '.join(map(str, joined))}"] if joined else []
+        told = f"step {self.step}, from {self.key} on: {' and '.join(parts)}, {len(self.after)} ranks"
+        if self.repeated:
+            told += f"; exchanged again: {', '.join(self.repeated)}"
+        if lost and self.kept is not None:
+            told += (
+                f"; what {len(lost)} rank{'s' * (len(lost) > 1)} had kept is lost (how much is not known, "
+                f"this rank keeps a norm of {self.kept:.3g})"
+            )
+        return told
+
+
 class Recorder:
     """Collects records; the last ones are kept.
 
@@ -77,6 +129,13 @@ class Recorder:
     ranks : int
     most : int
         Exchanges and steps that are kept.
+
+    Attributes
+    ----------
+    step : int
+        Steps so far.
+    among : tuple of int
+        The ranks that took part in the last exchange of which `gave` was told, as numbered in the first plan.
 
     Examples
     --------
@@ -94,6 +153,9 @@ class Recorder:
         self.name = name
         self.ranks = ranks
         self.step = 0
+        self.among: tuple[int, ...] = ()
+        self._changes: list[ChangeRecord] = []
+        self._explained = 0
         self._most = most
         self._zero = time.perf_counter()
         self._step_started = 0.0
@@ -125,6 +187,23 @@ class Recorder:
             self._exchanges.append(record)
             del self._exchanges[: -self._most]
 
+    def gave(self, key: str, among: tuple[int, ...], *, repeated: bool, step: int | None = None) -> None:
+        """Whose gradients an exchange has averaged (`Handle.among`); said in the order of the exchanges."""
+        if not among:
+            return
+        if self.among and among != self.among:
+            self._changes.append(ChangeRecord(self.step if step is None else step, key, self.among, among))
+        if repeated and self._changes:
+            last = self._changes[-1]
+            self._changes[-1] = replace(last, repeated=(*last.repeated, key))
+        self.among, self.ranks = among, len(among)
+
+    def explain_changes(self, kept: float | None, notes: tuple[str, ...]) -> None:
+        """Say of the changes that were not explained yet what this rank has kept and what was planned."""
+        for place in range(self._explained, len(self._changes)):
+            self._changes[place] = replace(self._changes[place], kept=kept, notes=notes)
+        self._explained = len(self._changes)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The loop stands still inside."""
@@ -148,6 +227,10 @@ class Recorder:
         """In the order in which they ended."""
         with self._lock:
             return list(self._exchanges)
+
+    def changes(self) -> list[ChangeRecord]:
+        """In order; all of them are kept."""
+        return list(self._changes)
 
     def steps(self) -> list[StepRecord]:
         """In order."""

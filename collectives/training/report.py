@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import LocalSGD, Straggler, mode_of
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
+from collectives.training.recorder import ChangeRecord, ExchangeRecord, Recorder, StepRecord
 from topoplan.errors import UsageError
 from topoplan.simulation.clocks import run_clocks
 from topoplan.units import format_seconds, format_size
@@ -86,6 +86,8 @@ class Report:
     buckets : tuple of BucketRow
     exchanges : tuple of ExchangeRecord
     step_records : tuple of StepRecord
+    changes : tuple of ChangeRecord
+        Where other ranks took part than before.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Report:
     buckets: tuple[BucketRow, ...]
     exchanges: tuple[ExchangeRecord, ...]
     step_records: tuple[StepRecord, ...]
+    changes: tuple[ChangeRecord, ...] = ()
 
     def __str__(self) -> str:
         if not self.exchanges:
@@ -129,6 +132,8 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             for row in (heads, *rows)
         ]
+        for change in self.changes:
+            lines += [f"{change}", *(f"  {note}" for note in change.notes)]
         return "\n".join(line.rstrip() for line in lines)
 
     def predicted(
@@ -224,6 +229,7 @@ def report(recorder: Recorder | None = None) -> Report:
         buckets=tuple(_row(key, records) for key, records in by_key.items()),
         exchanges=tuple(exchanges),
         step_records=tuple(steps),
+        changes=tuple(chosen.changes()),
     )
 
 

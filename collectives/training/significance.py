@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.kept_memory import KeptMemory, Part
-from collectives.training.low_rank import put_in_all
+from collectives.training.low_rank import put_in_all, ranks_in, reduced
 from topoplan.errors import UsageError
 
 Line = NDArray[Any]
@@ -169,22 +169,20 @@ class SignificanceExchange:
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
         chosen = self._choose(key, parts, lines)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
-        agreed = counts[0] if comm.one_rank else counts
-        comm.all_reduce(agreed, op="max", out=agreed)
+        ranks, told = reduced(comm, counts, "max"), async_op or comm.on_failure == "shrink"
         most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
         entry = np.dtype([("index", np.uint32), ("value", wide)])
-        over = 1 if op == "sum" else comm.size
-        if size > 1 << 32 or most * entry.itemsize * comm.size >= 2 * size * item:
+        if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
             sent = [library.wrapped(_spread(one, size, wide)) for one in chosen]
             adding = sent[0] if comm.one_rank else sent
+            adds = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
 
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
+                over = 1 if op == "sum" else ranks_in(adds, comm)
                 return put_in_all(comm, total / wide(over), given, out)
 
-            return Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=async_op)).then(
-                whole
-            ), 1.0
+            return adds.then(whole), 1.0
         messages = []
         for indices, values in chosen:
             message = np.zeros(most + 1, dtype=entry)
@@ -193,14 +191,15 @@ class SignificanceExchange:
             messages.append(library.wrapped(message.view(np.uint8)))
 
         def added(gathered: Any) -> Any:
-            told = np.array(library.values(gathered if comm.one_rank else gathered[0]))
+            values = np.array(library.values(gathered if comm.one_rank else gathered[0]))
             total: Line = np.zeros(size, dtype=wide)
-            for message in told.view(entry).reshape(comm.size, most + 1):
+            all_of = values.view(entry).reshape(-1, most + 1)
+            for message in all_of:
                 part = message[1 : int(message["index"][0]) + 1]
                 total[part["index"]] += part["value"]
-            return put_in_all(comm, total / wide(over), given, out)
+            return put_in_all(comm, total / wide(1 if op == "sum" else len(all_of)), given, out)
 
-        handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=async_op))
+        handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=told))
         return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
 
     def _choose(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Backend, Call, OneRank, Repeat, Step, group_of
+from collectives.backends.backend import Backend, Call, LinkShare, LinkUse, OneRank, Repeat, Step, group_of
 from collectives.backends.shared.execution import (
     Lines,
     Ready,
@@ -33,13 +34,14 @@ from collectives.backends.tcp.loops import DIFFERS, ENDED, WAITING, compile_ahea
 from collectives.backends.tcp.meeting import MOST_RANKS, TOGETHER, Bell, Meeting, distances
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
-from collectives.backends.tcp.sockets import set_pace
+from collectives.backends.tcp.sockets import link_use, set_pace
 from collectives.backends.tcp.wires import (
     Queue,
     Wire,
     among,
     lane_of,
     lane_rates,
+    lane_shares,
     listed,
     read_wires,
     wires_of,
@@ -56,6 +58,8 @@ from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors, reach_each_other
 from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Plan
+from topoplan.topology import Topology
 
 KEPT_FLOWS = 64
 """Kinds of collectives of which is kept what they need."""
@@ -426,6 +430,20 @@ class TcpBackend(OneRank):
     def trace(self, steps: list[Step] | None) -> None:
         """See `Traces.trace`: meetings, and the chunks that come over each link."""
         self._steps = steps
+
+    @property
+    def measures(self) -> bool:
+        """See `MeasuresLinks.measures`."""
+        with socket.socket() as unconnected:
+            return link_use(unconnected) is not None
+
+    def link_uses(self) -> Mapping[Queue, LinkUse]:
+        """See `MeasuresLinks.link_uses`."""
+        return self._network.uses()
+
+    def link_shares(self, plan: Plan, machine: Topology) -> Mapping[Queue, LinkShare]:
+        """See `MeasuresLinks.link_shares`."""
+        return lane_shares(plan, self._wires, machine)
 
     def _note_steps(self, call: Call[Any], began: int, met: int, flow: Flow | None = None) -> None:
         """Add what a collective did to the steps, where somebody asks."""

@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from collectives.backends.tcp.sockets import connect, tune
+from collectives.backends.backend import LinkUse
+from collectives.backends.tcp.sockets import connect, link_use, tune
 from collectives.backends.tcp.wires import Queue, Wire
 from collectives.peers.rendezvous import STRANGER_SECONDS
 from collectives.peers.rendezvous_client import Watcher
@@ -116,6 +117,11 @@ class Network:
         """That of the connection of a link, -1 where it is not open yet."""
         link = self.outgoing.get(queue) or self.incoming.get(queue)
         return -1 if link is None else link.fileno()
+
+    def uses(self) -> dict[Queue, LinkUse]:
+        """What has gone over each link from this rank so far."""
+        found = {queue: link_use(connection) for queue, connection in self.outgoing.items()}
+        return {queue: use for queue, use in found.items() if use is not None}
 
     def open_to_meet(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
         """Open the connections over which ranks meet, to `telling`; tells whether the others have opened `hearing`.

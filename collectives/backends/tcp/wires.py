@@ -17,15 +17,18 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from collectives.backends.backend import LinkShare
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
+from topoplan.topology import Topology
 
 FORMAT = "topoplan.wires/1"
 
@@ -209,13 +212,34 @@ def link_rates(plan: Plan) -> dict[Queue, float]:
 
 def lane_rates(plan: Plan, wires: Mapping[Queue, Wire]) -> dict[Queue, float]:
     """As `link_rates`, for connections: where a queue has one for each route, each has the rate of its own."""
-    rates, fabric = link_rates(plan), Fabric(plan.topology, plan.channels)
-    for (queue, links), rate in flow_rates(plan.shards, fabric).items():
-        route = (fabric.links[links[0]].src, *(fabric.links[link].dst for link in links))
-        for lane, wire in wires.items():
-            if base_queue(lane) == queue and wire.route == route:
-                rates[lane] = float(rate * 10**9)
+    rates = link_rates(plan)
+    for lane, share in lane_shares(plan, wires, plan.topology).items():
+        if lane in wires and wires[lane].route:
+            rates[lane] = share.rate * 1e9
     return rates
+
+
+def lane_shares(plan: Plan, wires: Mapping[Queue, Wire], machine: Topology) -> dict[Queue, LinkShare]:
+    """What a plan counts on for each connection, and what it crosses, on a machine that has the links of the plan's.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2])
+    >>> lane_shares(plan, {}, plan.topology)[1, 2, "nvlink"]
+    LinkShare(rate=50.0, wires=(('gpu1', 'gpu2', 'nvlink'),))
+    """
+    fabric = Fabric(machine, plan.channels)
+    rates: dict[Queue, Fraction] = defaultdict(Fraction)
+    crossed: dict[Queue, set[tuple[str, str, str]]] = defaultdict(set)
+    for (queue, numbers), rate in flow_rates(plan.shards, fabric).items():
+        links = [fabric.links[number] for number in numbers]
+        route = (links[0].src, *(link.dst for link in links))
+        lanes = (lane for lane, wire in wires.items() if base_queue(lane) == queue and wire.route == route)
+        lane = next(lanes, queue)
+        rates[lane] += rate
+        crossed[lane] |= {(link.src, link.dst, link.channel) for link in links}
+    return {lane: LinkShare(float(rate), tuple(sorted(crossed[lane]))) for lane, rate in rates.items()}
 
 
 def _wire(entry: Any, where: str) -> Wire:

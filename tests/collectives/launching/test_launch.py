@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launching.local_processes import launch_local, reserved_port
+from collectives.launching.local_processes import launch_local, local_ranks, reserved_port
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -101,6 +101,28 @@ def test_the_worst_status_is_returned_and_no_process_is_left(then: str, status: 
     program = WRITE_PIDS + AFTERWARDS[then]
     assert launch_local([sys.executable, "-c", program, str(tmp_path)], 3, grace=0.4) == status
     assert all_end(pids(tmp_path))
+
+
+WAIT_FOR_EACH_OTHER = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / (os.environ["RANK"] + os.environ.get("AGAIN", ""))).touch()
+while not (folder / "1 again").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_rank_that_is_lost_and_started_again_is_no_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WAIT_FOR_EACH_OTHER, str(tmp_path)]
+    with local_ranks(command, 3) as ranks:
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        ranks.lose(1)
+        assert not ranks.runs(1)
+        ranks.start(1, environment={"AGAIN": " again"})
+        assert ranks.wait() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "1 again", "2"]
 
 
 LAUNCH = """

@@ -21,7 +21,8 @@ import topoplan
 from collectives import Communicator
 from collectives.benchmark import METHODS
 from collectives.testbed import sandbox
-from collectives.testbed.commands import WITH_HEADERS, commands
+from collectives.testbed.commands import WITH_HEADERS, commands, shaped
+from collectives.testbed.drop import MOST_DURING, PHASES
 from collectives.testbed.network import Network, crossed_links, lay_out, plan_flows, wires_file
 from collectives.testbed.outcome import Measurement, Outcome
 from collectives.testbed.rank import expected, given
@@ -148,6 +149,23 @@ def test_every_direction_of_every_link_is_shaped_where_it_is_sent(plan: Plan) ->
     assert shaped == wanted
 
 
+def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
+    """A packet that waits while the bucket becomes smaller than it would wait for ever."""
+    network = network_of(plan)
+    cable = next(one for one in network.cables if one.rates[0] is not None)
+    before = next(
+        line
+        for line in commands(network).shape[network.namespace(cable.ends[0])]
+        if f" {cable.interface} " in line
+    )
+    ((name, (after,)),) = shaped(network, {"->".join(cable.ends): 1e6}).items()
+    assert name == network.namespace(cable.ends[0])
+    assert re.sub("rate [0-9]+bit", "", after).replace("change", "add") == re.sub(
+        "rate [0-9]+bit", "", before
+    )
+    assert f"rate {round(1e6 * WITH_HEADERS)}bit" in after
+
+
 def test_two_schedules_share_the_cables_that_both_cross() -> None:
     """One network for trees and ring, with wires for each."""
     plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring(DGX, gpus=[0, 1, 2])]
@@ -242,6 +260,20 @@ def test_trees_and_a_relaying_ring_run_on_real_links(
         assert row["seconds"] > row["line_seconds"] / 2
     for link in shown["links"]:
         assert 0 < link["measured"] < 1.5 * link["shaped"]
+
+
+@pytest.mark.thorough
+@needs_namespaces
+def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str]) -> None:
+    """One direction of the two NVLinks between two GPUs; every element is right before, during and after."""
+    options = ["--sizes", "2MB", "--gbit-per-link", "0.1", "--runs", "2", "--json"]
+    assert main(["testbed", "dgx-1v", "--gpus", "0,1,2", "--drop", "gpu1->gpu2=0.1", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["wrong"]) for one in shown["phases"]] == [(name, 0) for name in PHASES]
+    assert [one["optimum"] for one in shown["phases"]] == [50.0, 30.0, 30.0]
+    assert 4 < len(shown["phases"][1]["runs"]) <= MOST_DURING
+    assert shown["notes"][0].startswith("gpu1->gpu2: ")
+    assert shown["notes"][-1].startswith("planned anew for that: ")
 
 
 @pytest.mark.thorough
@@ -371,6 +403,18 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
         (["dgx-1v", "--scale", "0"], "'0' is no number above zero"),
         (["dgx-1v", "--runs", "-1"], "'-1' is no whole number from 1 to 1000"),
         (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
+        (["dgx-1v", "--drop", "gpu0-gpu3"], "'gpu0-gpu3' is no link with what is left of it"),
+        (["dgx-1v", "--drop", "gpu0-gpu3=1"], "'1' is no part of a rate below 1"),
+        (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-gpu3=0.1"], "dgx-1v has no device 'gpu3'"),
+        (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-pcie0=0.1"], "the plan sends nothing over gpu0-pcie0"),
+        (
+            ["dgx-1v", "--drop", "gpu0-gpu3=0.1", "--headroom", "0.9"],
+            "--headroom and --drop are two test beds",
+        ),
+        (
+            ["dgx-1v", "--drop", "gpu0-gpu3=0.1", "--sizes", "64KB"],
+            "64KB is too small to be watched; give 1MB or more",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(

@@ -1,0 +1,186 @@
+"""What is judged slow of what ranks tell each other, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator
+from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
+from topoplan.errors import UsageError
+
+DGX = topoplan.load("dgx-1v")
+FOUR = [(a, b) for a in range(4) for b in range(4) if a != b]
+"""Every ordered pair of GPUs 0 to 3 has an NVLink."""
+
+
+def told(
+    rates: Mapping[tuple[int, int], float], *, believed: Mapping[str, float] | None = None
+) -> list[Told]:
+    """Of four ranks whose connections have these rates, 1 where nothing else is said, of 25 or 50 GB/s."""
+    machine = topoplan.slow_links(DGX, believed or {})
+    bandwidth = {(link.src, link.dst): link.bandwidth for link in machine.links}
+    carried = [
+        Carried(
+            *(ends := (f"gpu{pair[0]}", f"gpu{pair[1]}")),
+            "nvlink",
+            rates.get(pair, 1.0) * 0.001 * bandwidth[ends],
+            bandwidth[ends],
+            ((*ends, "nvlink"),),
+        )
+        for pair in FOUR
+    ]
+    return [Told((), tuple(one for one in carried if one.source == f"gpu{rank}")) for rank in range(4)]
+
+
+def judge() -> Judge:
+    return Judge(DGX, [f"gpu{rank}" for rank in range(4)])
+
+
+def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
+    """And is then believed to have what it reaches of what the others reach."""
+    one = judge()
+    assert one.hear(told({(0, 3): 0.1}), 1) == []
+    assert not one.slow
+    assert one.hear(told({(0, 3): 0.1}), 5) == [
+        "gpu0->gpu3: 0.005 GB/s, planned 50: 10% of what other links reach, since collective 1"
+    ]
+    assert one.believed == {"gpu0->gpu3": 5.0}
+    (link,) = one.slow
+    assert isinstance(link, SlowLink)
+    assert (link.wire, link.planned, round(link.share, 9), link.since) == ("gpu0->gpu3", 50.0, 0.1, 1)
+
+
+def test_one_that_is_slow_now_and_then_is_not() -> None:
+    one = judge()
+    for first in range(1, 40, 8):
+        assert one.hear(told({(0, 3): 0.1}), first) == []
+        assert one.hear(told({}), first + 4) == []
+    assert one.slow == ()
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [dict.fromkeys(FOUR, 0.01), {(0, 3): 0.55}, dict.fromkeys(FOUR[:7], 0.1)],
+    ids=["all alike", "above half", "most of them, so that the others are the exception"],
+)
+def test_links_are_compared_with_each_other(rates: Mapping[tuple[int, int], float]) -> None:
+    one = judge()
+    for first in (1, 5, 9):
+        assert one.hear(told(rates), first) == []
+
+
+def test_connections_faster_than_planned_make_no_other_slow() -> None:
+    """A link whose neighbours rest lets through more than its share; half of them do."""
+    one = judge()
+    for first in (1, 5, 9):
+        assert one.hear(told(dict.fromkeys(FOUR[::2], 5.0)), first) == []
+
+
+def test_what_is_believed_is_not_news_again_and_what_becomes_slower_still_is() -> None:
+    one = judge()
+    for first in (1, 5):
+        one.hear(told({(0, 3): 0.1}), first)
+    for first in (9, 13, 17):
+        assert one.hear(told({}, believed=one.believed), first) == []
+    assert one.hear(told({(0, 3): 0.2}, believed=one.believed), 21) == []
+    assert len(one.hear(told({(0, 3): 0.2}, believed=one.believed), 25)) == 1
+    assert one.believed == {"gpu0->gpu3": 1.0}
+    assert [link.since for link in one.slow if isinstance(link, SlowLink)] == [1]
+
+
+def test_a_link_that_is_fast_again_is_forgotten_once() -> None:
+    """The second time that it is slow it stays so, or plans would change for ever."""
+    one = judge()
+    for first in (1, 5):
+        one.hear(told({(0, 3): 0.1}), first)
+    assert one.hear(told({(0, 3): 10.0}, believed=one.believed), 9) == []
+    assert one.hear(told({(0, 3): 10.0}, believed=one.believed), 13) == ["gpu0->gpu3 is not slow any more"]
+    assert (one.believed, one.slow) == ({}, ())
+    for first in (17, 21):
+        one.hear(told({(0, 3): 0.1}), first)
+    for first in (25, 29, 33):
+        assert one.hear(told({(0, 3): 10.0}, believed=one.believed), first) == []
+    assert one.believed == {"gpu0->gpu3": 5.0}
+
+
+def test_the_link_that_several_connections_share_is_blamed() -> None:
+    """On a DGX-2 all that GPU 1 sends is slow: its link to the switch, not those of the others from there."""
+    machine = topoplan.load("dgx-2")
+    one = Judge(machine, machine.gpus[:4])
+    listed = [
+        Carried(
+            f"gpu{a}",
+            f"gpu{b}",
+            "nvlink",
+            0.001 if a == 1 else 0.01,
+            50.0,
+            ((f"gpu{a}", "nvswitch0", "nvlink"), ("nvswitch0", f"gpu{b}", "nvlink")),
+        )
+        for a, b in FOUR
+    ]
+    for first in (1, 5):
+        one.hear([Told((), tuple(listed))], first)
+    assert one.believed == {"gpu1->nvswitch0": 15.0}
+
+
+def test_two_links_say_nothing_of_each_other() -> None:
+    one = judge()
+    few = [Told((), told({(0, 3): 0.1})[0].carried[1:])]
+    for first in (1, 5, 9):
+        assert one.hear(few, first) == []
+
+
+def of_seconds(*seconds: Sequence[float]) -> list[Told]:
+    return [Told(tuple(one)) for one in seconds]
+
+
+def test_the_rank_that_the_others_wait_for_is_late() -> None:
+    """It needs less time for every collective; that it is so once more is not new, and it may come in time again."""
+    one = judge()
+    late = of_seconds([0.03, 0.031], [0.03, 0.03], [0.01, 0.008], [0.03, 0.03])
+    one.hear(late, 1)
+    assert not one.slow
+    one.hear(late, 5)
+    (rank,) = one.slow
+    assert isinstance(rank, SlowRank)
+    assert (rank.rank, rank.gpu, rank.since) == (2, "gpu2", 1)
+    assert rank.late == pytest.approx(0.021)
+    assert str(rank) == "rank 2 (gpu2): 21 ms later than the others, since collective 1"
+    one.hear(of_seconds([0.01], [0.01], [0.01], [0.01]), 9)
+    assert one.slow == ()
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [([0.01] * 3, [0.01] * 3, [0.004, 0.004, 0.01], [0.01] * 3), ([5e-4], [5e-4], [1e-4], [5e-4])],
+    ids=["not always", "by less than a millisecond"],
+)
+def test_a_rank_is_not_late(seconds: Sequence[Sequence[float]]) -> None:
+    one = judge()
+    for first in (1, 5, 9):
+        one.hear(of_seconds(*seconds), first)
+    assert one.slow == ()
+
+
+@pytest.mark.parametrize(
+    ("on_slow", "said"),
+    [
+        ("replant", "on_slow is 'replant'; use ignore, report or replan"),
+        ("replan", "the loopback back end has all ranks in one process"),
+        ("report", "the loopback back end has all ranks in one process"),
+    ],
+)
+def test_what_cannot_be_watched_is_one_line(on_slow: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        Communicator(topoplan.plan(DGX, gpus=[0, 1, 2]), on_slow=on_slow)
+    assert "\n" not in str(refused.value)
+
+
+def test_nobody_looks_unless_asked() -> None:
+    with Communicator(topoplan.plan(DGX, gpus=[0, 1, 2])) as comm:
+        comm.all_reduce([np.ones(1 << 19)] * 3)
+        assert comm.slow == ()

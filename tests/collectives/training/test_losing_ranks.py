@@ -1,0 +1,278 @@
+"""Ranks that train and go on when one is lost: divisors, residuals, who is told what, what is refused."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator, GradientSynchronizer, report
+from collectives.backends.tcp.backend import TcpBackend
+from collectives.staleness.modes import Gossip
+from collectives.training.low_rank import LowRank
+from tests.collectives.sparse.test_sparse_servers import servers_of
+from tests.faults.recovery import plan_for
+from tests.support.tcp_jobs import backends_in_threads
+from topoplan.errors import BackendError, UsageError
+
+
+def synchronizer(backend: TcpBackend, like: list[Any], **options: Any) -> GradientSynchronizer:
+    return GradientSynchronizer(
+        like, plan_for(backend.size), backend=backend, on_failure="shrink", bucket_bytes=600, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codes": 16},
+        {"significance": 0.0},
+        {"low_rank": LowRank(1, begins=0, matrices="layers")},
+        {"density": 1.0},
+    ],
+    ids=str,
+)
+def test_where_all_ranks_give_the_same_the_average_is_that_whoever_is_lost(options: dict[str, Any]) -> None:
+    """So it is divided by as many ranks as have given theirs."""
+    # of rank one, in whole numbers, and with a largest entry of which others are multiples
+    given = [np.outer(np.arange(1.0, 13.0), np.ones(12)).astype(np.float32), np.full(200, 3, np.float32)]
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        own = synchronizer(backend, given, **options)
+        first = own.step(given)
+        if rank == 1:
+            backend.close()  # as if it had died: its connections end
+            return None
+        with own:
+            return [first, *(own.step(given) for _ in range(2))], [
+                one.without for one in own.recorder.changes()
+            ]
+
+    first, _, last = backends_in_threads(3, body)
+    assert first[1] == last[1] == [(1,)]
+    for steps, others in zip(first[0], last[0], strict=True):
+        for average, other, wanted in zip(steps, others, given, strict=True):
+            assert average.tobytes() == other.tobytes()
+            close = 2e-3 if "codes" in options else 1e-6 if "low_rank" in options else 0.0
+            assert np.allclose(average, wanted, rtol=close, atol=0 if not close else close * 12)
+
+
+@pytest.mark.parametrize(
+    "exchange", ["pairs", "tree", "dense", pytest.param("servers", marks=pytest.mark.thorough)]
+)
+def test_what_survivors_keep_of_sparse_gradients_is_neither_lost_nor_given_twice(exchange: str) -> None:
+    """Whole numbers: what the survivors give and keep is what they had, with what the lost rank gave in its time."""
+    steps, lost_at, size = 6, 3, 3000
+    plan = topoplan.plan(servers_of((2, 2))) if exchange == "servers" else plan_for(3)
+    *left, last = range(len(plan.ranks))
+
+    def gradient(rank: int, step: int) -> Any:
+        return np.random.default_rng([rank, step]).integers(-99, 99, size).astype(np.float64)
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        comm = Communicator(plan, backend, on_failure="shrink")
+        given, told = np.zeros(size), []
+        for step in range(steps):
+            if rank == last and step == lost_at:
+                break
+            handle = comm.sparse_all_reduce(
+                gradient(rank, step), density=0.01, exchange=exchange, key="g", async_op=True
+            )
+            given += handle.wait()
+            if step == lost_at:
+                told = [handle.repeated, handle.without, handle.among, handle.exchange.exchange]
+        kept = comm.sparse_state()["g"][0]["residual"]
+        if rank == last:
+            backend.close()
+        else:
+            comm.close()
+        return given, kept, told
+
+    *found, (_, lost, _) = backends_in_threads(len(plan.ranks), body)
+    given = found[0][0]
+    assert {one.tobytes() for one, _, _ in found} == {given.tobytes()}
+    assert [told for *_, told in found] == [[True, (last,), tuple(left), exchange]] * len(left)
+    had = sum(gradient(rank, step) for rank in left for step in range(steps))
+    had = had + sum(gradient(last, step) for step in range(lost_at)) - lost
+    assert np.array_equal(given + sum(kept for _, kept, _ in found), had)
+
+
+@pytest.mark.thorough
+def test_an_exchange_that_fewer_ranks_do_not_have_is_another_and_a_note_says_so() -> None:
+    """Two servers of two, of which one is lost."""
+    cluster = topoplan.plan(servers_of((2, 2)))
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        comm = Communicator(cluster, backend, on_failure="shrink")
+        gradient = np.arange(1000.0)
+
+        def add() -> tuple[str, Any]:
+            handle = comm.sparse_all_reduce(gradient, density=0.01, exchange="servers", async_op=True)
+            return handle.wait(), handle.exchange.exchange
+
+        first, before = add()
+        if rank > 1:
+            backend.close()
+            return None
+        with comm:
+            second, after = add()
+            kept = comm.sparse_state()[""][0]["residual"]
+            return before, after, comm.notes[-1], first + second + 0 * kept
+
+    found = backends_in_threads(4, body)
+    assert found[0][0] == "servers"
+    assert found[0][1] != "servers"
+    assert "in place of exchange 'servers': there is no exchange 'servers' here" in found[0][2]
+    assert np.array_equal(found[0][3], found[1][3])
+
+
+def test_the_report_says_who_was_lost_and_the_caller_is_told_before_the_averages() -> None:
+    def body(backend: TcpBackend, rank: int) -> Any:
+        told: list[Any] = []
+        like = [np.ones(100), np.ones(100)]
+        own = synchronizer(
+            backend, like, density=0.1, exchange="pairs", on_change=lambda old, new: told.append((old, new))
+        )
+        for _ in range(2):
+            own.step(like)
+        if rank == 0:
+            backend.close()
+            return None
+        with own:
+            own.step(like)
+            assert told == [(3, 2)]
+            own.step(like)
+            assert told == [(3, 2)]
+            assert own.communicator.seats == (1, 2)
+            return str(report(own.recorder)).splitlines()[-2:]
+
+    _, *others = backends_in_threads(3, body)
+    for change, note in others:
+        assert change.startswith(
+            "step 2, from bucket 0 on: without rank 0, 2 ranks; exchanged again: bucket 0; what 1 rank"
+        )
+        assert "rank had kept is lost (how much is not known, this rank keeps a norm of " in change
+        assert note.startswith("  epoch 1: without rank 0: 2 ranks (gpu1 gpu2) at ")
+
+
+def refused(**options: Any) -> str:
+    """What a job of two ranks is told at once."""
+    like = [np.ones(4, options.pop("dtype", "float32"))]
+
+    def body(backend: TcpBackend, rank: int) -> str:
+        with pytest.raises((UsageError, BackendError)) as error:
+            synchronizer(backend, like, **options)
+        return str(error.value)
+
+    first, _ = backends_in_threads(2, body)
+    return str(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "ssp:2"}, "send to each other one by one and cannot go on without one; use bsp or local"),
+        ({"mode": Gossip(np.array([[0.0, 1.0], [1.0, 0.0]]))}, "cannot go on without one; use bsp or local"),
+        (
+            {"low_rank": 2, "dtype": "float16"},
+            "low ranks of float16 are divided by the number of ranks before",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_go_on_is_refused_when_it_is_made(options: dict[str, Any], text: str) -> None:
+    assert text in refused(**options)
+
+
+def test_ranks_of_one_process_die_together_and_uneven_ranks_need_a_divisor_that_is_known() -> None:
+    plan = plan_for(2)
+    with pytest.raises(UsageError, match="all ranks in this process, which live and die together"):
+        GradientSynchronizer([[np.ones(3)]] * 2, plan, backend="loopback", on_failure="shrink")
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        weights = [np.zeros(3)]
+        with synchronizer(backend, weights) as own:
+
+            def use(averages: list[Any]) -> None:
+                weights[0] -= averages[0]
+
+            with own.join(use=use, divide_by="all"):
+                for _ in range(2 * rank):
+                    use(own.step([np.full(3, 4.0)]))
+            with pytest.raises((UsageError, BackendError)) as error, own.join(use=use):
+                pass
+            return weights[0].tolist(), str(error.value)
+
+    (first, text), (second, _) = backends_in_threads(2, body)
+    assert first == second == [-4.0] * 3
+    assert "whether a rank that dies had data is not known" in text
+
+
+def test_who_comes_has_parameters_and_step_of_the_others() -> None:
+    """Rank 1 of three leaves after a step, and comes again before the third."""
+    invitation: list[str] = []
+    given = threading.Event()
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        weights, grown = [np.zeros(3)], ()
+        own = synchronizer(backend, weights)
+
+        def move() -> None:
+            weights[0] -= own.step([np.full(3, 1.0 + rank)])[0]
+
+        move()
+        if rank == 1:
+            backend.close()
+            assert given.wait(20)
+            weights[0][:] = 99
+            own = GradientSynchronizer(weights, invitation=invitation[0], bucket_bytes=600)
+            with pytest.raises(
+                UsageError, match="this rank has come in later and has not what the others have"
+            ):
+                own._check_heard()
+            grown = own.grow(weights)
+        else:
+            move()
+            if rank == 0:
+                invitation.append(own.communicator.invitation)
+                given.set()
+            while not grown:
+                grown = own.grow(weights)
+        with own:
+            while own.recorder.step < 4:
+                move()
+            return weights[0].tolist(), grown, own.communicator.seats
+
+    # an average of 2 of three ranks, 2 of two, and twice 2 again
+    assert backends_in_threads(3, body) == [([-8.0] * 3, (1,), (0, 1, 2))] * 3
+
+
+def test_who_comes_with_other_parameters_is_refused_and_the_others_go_on() -> None:
+    invitation: list[str] = []
+    given = threading.Event()
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        weights = [np.zeros(3)]
+        own = synchronizer(backend, weights)
+        own.step(weights)
+        if rank == 1:
+            backend.close()
+            assert given.wait(20)
+            other = GradientSynchronizer([np.zeros(4)], invitation=invitation[0], bucket_bytes=600)
+            with other, pytest.raises(UsageError, match="make the synchronizer alike"):
+                other.grow([np.zeros(4)])
+            return None
+        with own:
+            own.step(weights)
+            if rank == 0:
+                invitation.append(own.communicator.invitation)
+                given.set()
+            while own.communicator.epoch < 2:
+                own.grow(weights)
+            return own.step([np.ones(3)])[0].tolist(), own.communicator.seats
+
+    assert backends_in_threads(3, body) == [([1.0] * 3, (0, 2)), None, ([1.0] * 3, (0, 2))]
