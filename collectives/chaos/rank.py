@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import signal
@@ -24,12 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Backend
+from collectives.backends.mpi.backend import MpiBackend, load_mpi
 from collectives.backends.open_backend import JOINED
+from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.run import compile_ahead
+from collectives.backends.tcp.backend import TcpBackend
 from collectives.backends.tcp.loops import compile_ahead as compile_loops_ahead
 from collectives.chaos.work import ALIKE, BORDER, Piece, given, round_of, wrong_elements
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.peers.over_rendezvous import TcpWorld
 from topoplan.errors import BackendError, TopoplanError
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -123,9 +126,7 @@ class Teller:
 
 
 def warm_up() -> None:
-    """Load and compile what ranks need that are forked off here."""
-    for name in ("shared", "tcp"):
-        importlib.import_module(f"collectives.backends.{name}.backend")
+    """Compile, or load, what ranks need that are forked off here."""
     compile_loops_ahead()
     compile_ahead()
 
@@ -153,6 +154,8 @@ def live(address: str, rank: int) -> int:
 
 
 def _live(teller: Teller, rank: int) -> int:
+    if teller.about.backend == "mpi":
+        load_mpi()  # which keeps what it opens here until the process ends
     before = set(os.listdir("/proc/self/fd"))
     try:
         comm = _opened(teller.about, rank)
@@ -175,7 +178,9 @@ def _opened(about: About, rank: int) -> Communicator:
     if about.invitation:
         return Communicator.join(about.invitation, seat=rank, wait=START_SECONDS)
     plan = parse_plan_file(about.plan)
-    backend = _backend(about, rank, len(plan.ranks))
+    backend = backend_at(
+        about.backend, rank, len(plan.ranks), meeting=f"unix:{about.folder}/meeting", timeout=about.timeout
+    )
     try:
         return Communicator(
             plan, backend, chunk_bytes=about.chunk, timeout=about.timeout, on_failure="shrink"
@@ -185,25 +190,16 @@ def _opened(about: About, rank: int) -> Communicator:
         raise
 
 
-def _backend(about: About, rank: int, size: int) -> Backend[Any]:
-    if about.backend == "mpi":
-        from collectives.backends.mpi.backend import MpiBackend
-
-        return MpiBackend(timeout=about.timeout)
-    meeting = f"unix:{about.folder}/meeting"
-    if about.backend == "tcp":
-        from collectives.backends.tcp.backend import TcpBackend
-
-        return TcpBackend(
-            rank, size, rendezvous=meeting, timeout=about.timeout, meeting_timeout=START_SECONDS
-        )
-    from collectives.backends.shared.backend import SharedBackend
-    from collectives.peers.over_rendezvous import TcpWorld
-
+def backend_at(name: str, rank: int, size: int, *, meeting: str, timeout: float) -> Backend[Any]:
+    """The back end of a rank of this host, whose ranks meet at an address; those of mpi where mpiexec says."""
+    if name == "mpi":
+        return MpiBackend(timeout=timeout)
+    if name == "tcp":
+        return TcpBackend(rank, size, rendezvous=meeting, timeout=timeout, meeting_timeout=START_SECONDS)
     world = TcpWorld(meeting, rank, size, timeout=START_SECONDS)
     try:
         return SharedBackend(
-            lambda text: world.texts(text, timeout=START_SECONDS), rank=rank, size=size, timeout=about.timeout
+            lambda text: world.texts(text, timeout=START_SECONDS), rank=rank, size=size, timeout=timeout
         )
     finally:
         world.close()

@@ -949,10 +949,11 @@ class Communicator(DenseCollectives):
                 place = None if root is None else left.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                lost = [rank for rank, seat in enumerate(seats) if seat not in left]
+                outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
+                lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
-                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
-                    f"{error}; call it anew among the {self.size} ranks that are left"
+                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"anew among the {self.size} ranks that are left"
                 ) from failure
             run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
             result, failure = self._given_to_all(run, seats, outcome)
