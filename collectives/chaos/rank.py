@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Backend
-from collectives.backends.mpi.backend import MpiBackend, load_mpi
+from collectives.backends.mpi.backend import MpiBackend
 from collectives.backends.open_backend import JOINED
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.run import compile_ahead
@@ -154,8 +154,6 @@ def live(address: str, rank: int) -> int:
 
 
 def _live(teller: Teller, rank: int) -> int:
-    if teller.about.backend == "mpi":
-        load_mpi()  # which keeps what it opens here until the process ends
     before = set(os.listdir("/proc/self/fd"))
     try:
         comm = _opened(teller.about, rank)
@@ -170,7 +168,8 @@ def _live(teller: Teller, rank: int) -> int:
         status = 1
     comm.close()
     del comm
-    teller.say({"left": _left_over(before)})
+    # MPI keeps what it has opened until the process ends, as what is kept for its end
+    teller.say({"left": _left_over(None if teller.about.backend == "mpi" else before)})
     return status
 
 
@@ -362,14 +361,14 @@ class _Life:
         )
 
 
-def _left_over(before: set[str]) -> list[str]:
-    """What a rank still holds that has closed its communicator: threads, and descriptors beyond these."""
+def _left_over(before: set[str] | None) -> list[str]:
+    """What a rank that has closed its communicator still holds: threads, and descriptors beyond these, if given."""
     over = time.monotonic() + 2
     while threading.active_count() > 1 and time.monotonic() < over:
         time.sleep(0.005)
     gc.collect()
     left = [f"thread {one.name}" for one in threading.enumerate() if one is not threading.main_thread()]
-    for name in sorted(set(os.listdir("/proc/self/fd")) - before):
+    for name in sorted(set(os.listdir("/proc/self/fd")) - before) if before is not None else ():
         try:
             left.append(f"descriptor of {os.readlink(f'/proc/self/fd/{name}')}")
         except OSError:  # that of the listing
