@@ -255,5 +255,13 @@ def _join_tcp(
     return TcpBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, **about)
 
 
-JOINED = {"shared": _join_shared, "tcp": _join_tcp}
+def _join_mpi(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.backends.mpi.backend import join_mpi
+
+    return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
+
+
+JOINED = {"mpi": _join_mpi, "shared": _join_shared, "tcp": _join_tcp}
 """What makes the back end of a rank that joins others."""

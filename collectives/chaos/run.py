@@ -202,8 +202,7 @@ def chaos(settings: Settings, *, tell: Callable[[str], None] = lambda text: None
     UsageError
         Ranks cannot be started so, or cannot go on without one.
     """
-    if settings.backend != "mpi":
-        warm_up()
+    warm_up()
     outcome, number = Outcome(), 0
     until = time.monotonic() + settings.seconds
     while time.monotonic() < until:

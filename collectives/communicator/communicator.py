@@ -102,7 +102,7 @@ class Communicator(DenseCollectives):
     on_failure : str
         What to do where a rank dies in a collective: "raise", or "shrink" to go on without it (`shrink`) and
         repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
-        ``tcp`` and ``shared`` can. An average is then one of fewer ranks. What cannot be repeated raises
+        ``tcp``, ``shared`` and ``mpi`` can. An average is then one of fewer ranks. What cannot be repeated raises
         `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
         fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives are repeated
         with the residuals from before them, and by another exchange where fewer ranks do not have theirs. It costs
@@ -1056,6 +1056,9 @@ class Communicator(DenseCollectives):
         if come:
             told.append(f"with rank {', '.join(map(str, come))} again")
         about = note_on(before, left.plans, ", ".join(told)) if told else "all ranks go on"
+        if left.backend.name != self.backend:
+            about += f"; over {left.backend.name}, before {self.backend}"
+            self.backend = left.backend.name
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)

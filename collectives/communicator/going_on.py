@@ -26,7 +26,7 @@ from topoplan.plans.size_plans import parse_plan_file
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback and shared can, and tcp without helpers)"
+    "(loopback, shared and mpi can, and tcp without helpers)"
 )
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
 import os
 import secrets
 import socket
+import struct
 import time
 from dataclasses import dataclass
 
+from collectives.peers.error_rounds import Gather
 from topoplan.errors import BackendError, UsageError
 
 RETRY_SECONDS = 0.05
@@ -21,6 +25,12 @@ RETRY_SECONDS = 0.05
 
 LOW_DELAY, INTERACTIVE = 0x10, 6
 """Type of service of IP, and Linux's priority of a socket, the highest that needs no rights."""
+
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface."""
+
+REACH_SECONDS = 1.0
+"""Time for a connection to one of a machine's addresses."""
 
 NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
@@ -166,6 +176,75 @@ def processes_seen() -> str:
         return this_host() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return secrets.token_hex(8)
+
+
+def address_among(gather: Gather, rank: int) -> str:
+    """The address of this machine at which the ranks of the others reach it.
+
+    The loopback address where all are on this machine. Else ranks of other machines try the addresses of rank 0's, that
+    of its name first: what they come from is theirs, and what they reach is that of the ranks beside rank 0.
+
+    Parameters
+    ----------
+    gather : callable
+        Over all ranks, which call this at once.
+    rank : int
+
+    Returns
+    -------
+    str
+        Empty on all ranks where one of them reaches no address of rank 0's machine.
+    """
+    hosts = gather(this_host())
+    if len(set(hosts)) == 1:
+        return "127.0.0.1"
+    listener = socket.create_server(("", 0), backlog=1024) if rank == 0 else None
+    try:
+        offered = [] if listener is None else [[one, listener.getsockname()[1]] for one in _addresses()]
+        places = json.loads(gather(json.dumps(offered))[0])
+        ends = _reached(places) if hosts[rank] != hosts[0] else ("", "")
+        told = [json.loads(text) for text in gather(json.dumps(ends))]
+    finally:
+        if listener is not None:
+            listener.close()
+    elsewhere = [ends for ends, host in zip(told, hosts, strict=True) if host != hosts[0]]
+    if not all(reached for _, reached in elsewhere):
+        return ""
+    return str(elsewhere[0][1]) if hosts[rank] == hosts[0] else ends[0]
+
+
+def _reached(places: list[tuple[str, int]]) -> tuple[str, str]:
+    """Both ends of a connection to the first place that another machine answers at; empty where none does."""
+    for host, port in places:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), REACH_SECONDS) as made:
+            own, other = str(made.getsockname()[0]), str(made.getpeername()[0])
+            if own != other:  # or it is an address that this machine has too
+                return own, other
+    return "", ""
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of this machine that others may reach: those of its name first, then of its interfaces."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            found.append(address_of_interface(name))
+    return [one for one in dict.fromkeys(found) if not one.startswith("127.")]
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises
+    ------
+    OSError
+        There is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])
 
 
 def _try_connect(address: Address, timeout: float) -> socket.socket:

@@ -35,6 +35,7 @@ from tests.bench import (
     planning,
     probing,
     published,
+    recovery,
     reduce_scatter_allgather,
     robustness,
     scale,
@@ -47,7 +48,7 @@ from tests.bench import (
 )
 from topoplan.errors import UsageError
 
-WITH_OPTIONS = {"executors": executors.main, "hook": hook.main}
+WITH_OPTIONS = {"executors": executors.main, "hook": hook.main, "recovery": recovery.main}
 
 
 def main() -> int:
@@ -86,6 +87,7 @@ def main() -> int:
         "planning": planning.main,
         "probing": probing.main,
         "published": published.main,
+        "recovery": recovery.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "robustness": robustness.main,
         "scale": scale.main,

@@ -6,17 +6,27 @@ different hosts exchange messages. The plan decides who exchanges with whom, its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from collectives.backends.backend import Backend, group_of
-from collectives.backends.mpi.abort_at_exit import forget, watch_the_end
-from collectives.backends.mpi.meeting import meet, memory_fence
+from collectives.backends.mpi.abort_at_exit import forget, watch_the_end, went_on
+from collectives.backends.mpi.fault_tolerance import Shrinking
+from collectives.backends.mpi.meeting import fence_without_mpi, meet, meet_again, memory_fence
 from collectives.backends.mpi.transport import MpiHosts, MpiMessages
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.execution import Messages, Work
 from collectives.backends.shared.instructions import SCRATCH, Program
 from collectives.backends.shared.run import compile_ahead
+from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.loops import compile_ahead as compile_links_ahead
+from collectives.peers.address import address_among, this_host
+from collectives.peers.control_page import Placement
+from collectives.peers.error_rounds import Gather
+from collectives.peers.shared_memory import Segment
+from collectives.peers.survivors import Survivors
 from topoplan.errors import UsageError
 
 _UNFINISHED: set[MpiBackend] = set()
@@ -28,8 +38,8 @@ class MpiBackend(SharedBackend):
 
     Rank i of the plan is rank i of the communicator. Every failure is a `BackendError` on all ranks that still
     live: at once where a process dies, after the timeout where it stalls. Where a rank was lost, MPI cannot be shut
-    down in order: the process then ends with exit status 1 (see `abort_at_exit`). Launchers end all processes when one
-    dies, unless told otherwise: see `mpiexec_command`.
+    down in order: the process then ends with exit status 1, or where it went on without that rank, with its own (see
+    `abort_at_exit`). Launchers end all processes when one dies, unless told otherwise: see `mpiexec_command`.
 
     Parameters
     ----------
@@ -67,15 +77,34 @@ class MpiBackend(SharedBackend):
                 "leave mpi4py.rc.thread_level at its default, or call MPI.Init_thread"
             )
         compile_ahead()
-        self._comm = (mpi.COMM_WORLD if comm is None else comm).Dup()
-        self._comm.Set_errhandler(mpi.ERRORS_RETURN)
-        placement, segment = meet(self._comm, shared=shared, hosts=hosts)
-        members = self._comm.Split(placement.leader, key=self._comm.rank)
+        comm = (mpi.COMM_WORLD if comm is None else comm).Dup()
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+        placement, segment = meet(comm, shared=shared, hosts=hosts)
+        members = comm.Split(placement.leader, key=comm.rank)
         fence = memory_fence(members)
         members.Free()
-        others = MpiHosts(self._comm, placement)
-        self._begin(placement, segment, fence=fence, timeout=timeout, others=others)
+        if len(placement.leaders) > 1:
+            compile_links_ahead()  # ranks that are left may need them soon
+        self._begin_over(comm, placement, segment, fence=fence, timeout=timeout)
+        local = address_among(comm.allgather, comm.rank)
+        self.survivors = Survivors.of(comm.allgather, comm.rank, local) if local else None
+
+    def _begin_over(
+        self,
+        comm: Any,
+        placement: Placement,
+        segment: Segment,
+        *,
+        fence: Callable[[], None] | None,
+        timeout: float,
+    ) -> None:
+        """Work with ranks that have met, over a communicator of their own."""
+        self._comm = comm
+        self._hosts = MpiHosts(comm, placement)
+        self._begin(placement, segment, fence=fence, timeout=timeout, others=self._hosts)
+        self._shrinking = Shrinking(comm)
         self._last: Messages | None = None
+        self._in_order = True
         _UNFINISHED.add(self)
         watch_the_end(self._control, self._placement)
 
@@ -90,13 +119,40 @@ class MpiBackend(SharedBackend):
         finally:
             part.Free()
 
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`.
+
+        On one host the ranks that are left share memory, as before. On several MPI carries their messages where it has
+        a communicator for them (`Shrinking`), else connections of the tcp back end do.
+        """
+        survivors = self.survivors
+        assert survivors is not None, "looked at before"
+        self._leave()
+        hosts, pids, own = self._placement.hosts, self._placement.pids, self.ranks[0]
+        ranks, one_host = _who_meets(gather, own, hosts[own])
+        kept = [one for one in ranks if one is not None]
+        comm = None if one_host or len(kept) < size else self._shrinking.shrunk(gather, kept)
+        if comm is not None:
+            comm.Set_errhandler(load_mpi().ERRORS_RETURN)
+            left = Placement(rank, tuple(hosts[one] for one in kept), tuple(pids[one] for one in kept))
+            placement, segment = meet_again(gather, left)
+            made = MpiBackend.__new__(MpiBackend)
+            made._begin_over(comm, placement, segment, fence=fence_without_mpi(), timeout=self._timeout)
+            made.survivors, made._in_order = survivors, False
+            went_on(self._control, self._placement, survivors, partial(made._hosts.farewell, self._timeout))
+            return made
+        went_on(self._control, self._placement, survivors)
+        return _without_mpi(
+            gather, one_host, rank=rank, size=size, timeout=self._timeout, survivors=survivors
+        )
+
     def close(self) -> None:
         """See `Backend.close`."""
         if self._closed:
             return
         super().close()
         failure = self._control.failure()
-        if failure is None:
+        if failure is None and self._in_order:
             self._comm.Free()
             _UNFINISHED.discard(self)
         if failure is None or not failure.lost:
@@ -108,6 +164,35 @@ class MpiBackend(SharedBackend):
             return None
         self._last = MpiMessages(self._comm, program, work.memory(SCRATCH), self._world.watch)
         return self._last
+
+
+def join_mpi(gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float) -> Backend[Any]:
+    """The back end of a rank that joins those of MPI, which goes on without it (see `open_among`)."""
+    _, one_host = _who_meets(gather)
+    return _without_mpi(gather, one_host, rank=rank, size=size, timeout=timeout, survivors=survivors)
+
+
+def _who_meets(
+    gather: Gather, rank: int | None = None, host: int | None = None
+) -> tuple[list[int | None], bool]:
+    """The old ranks of those that meet, None of who comes from outside MPI; and whether all share memory.
+
+    Parameters
+    ----------
+    rank, host : int, optional
+        This one's, and its host's number (`Placement`); of one from outside none.
+    """
+    told = [json.loads(text) for text in gather(json.dumps([rank, host, this_host()]))]
+    numbers = {number for _, number, _ in told if number is not None}
+    return [one for one, *_ in told], len(numbers) == len({name for *_, name in told}) == 1
+
+
+def _without_mpi(
+    gather: Gather, one_host: bool, *, rank: int, size: int, timeout: float, survivors: Survivors
+) -> Backend[Any]:
+    """A back end among ranks of which MPI does not carry messages."""
+    made: Callable[..., Backend[Any]] = SharedBackend if one_host else TcpBackend.among
+    return made(gather, rank=rank, size=size, timeout=timeout, survivors=survivors)
 
 
 def load_mpi() -> Any:

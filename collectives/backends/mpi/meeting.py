@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from collectives.peers.control_page import Control, Placement
-from collectives.peers.shared_memory import ORDERED, Segment, can_share, create_memory, open_memory
+from collectives.peers.error_rounds import Gather
+from collectives.peers.shared_memory import (
+    ORDERED,
+    Segment,
+    can_share,
+    create_memory,
+    lock_fence,
+    open_memory,
+)
 from topoplan.errors import UsageError
 
 MPICH_NAMES = "/dev/shm/mpich_shm_"
@@ -50,21 +58,37 @@ def meet(comm: Any, *, shared: bool, hosts: Sequence[int] | None) -> tuple[Place
     alone = list(range(comm.size))
     wanted = alone if not shared else list(machines if hosts is None else hosts)
     _check_hosts(wanted, machines)
-    placement = Placement(comm.rank, tuple(wanted), tuple(comm.allgather(os.getpid())))
-    descriptor = _share(comm, placement)
-    if comm.allreduce(descriptor is None, MPI.LOR):
-        if descriptor is not None:
-            os.close(descriptor)
-        descriptor = -1
-        wanted = alone
+    pids = comm.allgather(os.getpid())
+    descriptor = _share(comm.allgather, Placement(comm.rank, tuple(wanted), tuple(pids)))
+    if descriptor is None:
+        descriptor, wanted = -1, alone
     seen = [
         pid if machine == machines[comm.rank] and Path(f"/proc/{pid}/stat").exists() else 0
-        for pid, machine in zip(placement.pids, machines, strict=True)
+        for pid, machine in zip(pids, machines, strict=True)
     ]
-    placement = Placement(comm.rank, tuple(wanted), tuple(seen))
-    assert descriptor is not None, "either all ranks have one or none"
+    return _met(comm.allgather, Placement(comm.rank, tuple(wanted), tuple(seen)), descriptor)
+
+
+def meet_again(gather: Gather, placement: Placement) -> tuple[Placement, Segment]:
+    """Share new memory with the ranks that are left, without MPI; all of them must call it.
+
+    Parameters
+    ----------
+    gather : callable
+        Over them; fails where one of them dies meanwhile.
+    placement : Placement
+        As it was among all ranks, of those that are left.
+    """
+    descriptor = _share(gather, placement)
+    if descriptor is None:
+        descriptor, alone = -1, tuple(range(len(placement.hosts)))
+        placement = Placement(placement.rank, alone, placement.pids)
+    return _met(gather, placement, descriptor)
+
+
+def _met(gather: Gather, placement: Placement, descriptor: int) -> tuple[Placement, Segment]:
     segment = Segment(descriptor, Control.size(len(placement.members)))
-    comm.Barrier()
+    gather("")
     return placement, segment
 
 
@@ -80,18 +104,21 @@ def _check_hosts(hosts: Sequence[int], machines: Sequence[int]) -> None:
             )
 
 
-def _share(comm: Any, placement: Placement) -> int | None:
-    """A file descriptor of the memory of this rank's host; None if it cannot be had."""
-    group = comm.Split(placement.leader, key=comm.rank)
-    descriptor = create_memory() if can_share() and group.rank == 0 else None
-    pid, number = group.bcast((os.getpid(), descriptor))
-    if group.rank and number is not None:
+def _share(gather: Gather, placement: Placement) -> int | None:
+    """A file descriptor of the memory of this rank's host; None on all ranks if one of them cannot have it."""
+    leads = placement.rank == placement.leader
+    descriptor = create_memory() if can_share() and leads else None
+    told = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
+    if told and not leads:
         try:
-            descriptor = open_memory(pid, number)
+            descriptor = open_memory(*map(int, told.split()))
         except OSError:
             descriptor = None
-    group.Free()
-    return descriptor
+    if all(gather("" if descriptor is None else "has it")):
+        return descriptor
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
 
 
 def _forget_names() -> None:
@@ -117,6 +144,11 @@ def memory_fence(comm: Any) -> Callable[[], None] | None:
         Of the ranks of one host; all of them must call it.
     """
     return None if platform.machine() in ORDERED else window_fence(comm)
+
+
+def fence_without_mpi() -> Callable[[], None] | None:
+    """As `memory_fence`, for ranks that must not wait for each other in MPI."""
+    return None if platform.machine() in ORDERED else lock_fence()
 
 
 def window_fence(comm: Any) -> Callable[[], None]:

@@ -1,9 +1,10 @@
-"""Runs a program and outlives it if it fails: ``python mpiexec_wrapper.py PROGRAM ARGUMENT ...``.
+"""Runs a program and outlives it if it fails: ``python mpiexec_wrapper.py [--wait SECONDS] PROGRAM ARGUMENT ...``.
 
 MPICH's launcher ends all processes of a job as soon as it sees one end by a signal, whatever it was told, and
 signals them when one ends without MPI's farewell; that cuts them off before they can say what they noticed. It
-sees this process instead, which waits for the others, a minute at most, where the program has failed. This file runs
-by itself and imports nothing else of the package, so that it starts in a few milliseconds.
+sees this process instead, which waits for the others where the program has failed: a minute at most, in which all that
+notice it end, or as long as ``--wait`` says, ``inf`` where they go on without it. This file runs by itself and imports
+nothing else of the package, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ import sys
 import time
 
 LIMIT = 60.0
-"""Seconds to wait for the others at most."""
+"""Seconds to wait for the others, unless told otherwise."""
 
 
 def main() -> int:
     """Run the program; its exit status, or 128 + the number of the signal that killed it."""
+    program, limit = sys.argv[1:], LIMIT
+    if program[:1] == ["--wait"]:
+        limit, program = float(program[1]), program[2:]
     child = os.fork()
     if not child:
         try:
-            os.execvp(sys.argv[1], sys.argv[1:])
+            os.execvp(program[0], program)
         except OSError as error:
-            print(f"cannot start {sys.argv[1]}: {error.strerror}", file=sys.stderr)
+            print(f"cannot start {program[0]}: {error.strerror}", file=sys.stderr)
             os._exit(127)
     # what the keyboard or the launcher sends goes to the program too, which decides what becomes of it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while status and time.monotonic() < deadline and others():
         time.sleep(0.05)
     return 128 - status if status < 0 else status

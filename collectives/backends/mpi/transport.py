@@ -7,20 +7,23 @@ its place. Receives of different streams complete in any order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.mpi.fault_tolerance import NO_MESSAGE, failed_ranks
 from collectives.backends.shared.instructions import Message, Program
 from collectives.peers.control_page import Failure, Placement
 from collectives.peers.over_shared_memory import ABSENT, Notes, Until
 from collectives.peers.peer_watchdog import Watch
 from collectives.peers.signature import LENGTH
 
-NOTE, NOTICE, TEXT, FIRST_STREAM = range(4)
-"""Tags: of notes, of failures, of texts, and from here on of streams."""
+NOTE, NOTICE, TEXT, FAREWELL, FIRST_STREAM = range(NO_MESSAGE + 1, NO_MESSAGE + 6)
+"""Tags: of notes, of failures, of texts, of the last word, and from here on of streams."""
 
 
 class MpiHosts:
@@ -50,10 +53,17 @@ class MpiHosts:
             self._notice = comm.Irecv([self._memory, MPI.BYTE], MPI.ANY_SOURCE, NOTICE)
 
     def received(self) -> Failure | None:
-        """See `Hearsay.received`."""
-        if self._notice is not None and self._notice.Test():
-            self._notice = None
-            return Failure.unpack(bytes(self._memory))
+        """See `Hearsay.received`; MPI itself tells of ranks that have died where it is fault tolerant."""
+        try:
+            if self._notice is not None and self._notice.Test():
+                self._notice = None
+                return Failure.unpack(bytes(self._memory))
+        except self.broken:
+            dead = failed_ranks(self._comm)
+            if not dead:
+                raise
+            text = "the peer died: MPI says that its process has failed"
+            return Failure(self._placement.rank, dead[0], 0, text, True, time.monotonic_ns())
         return None
 
     def spread(self, failure: Failure) -> None:
@@ -110,9 +120,26 @@ class MpiHosts:
     def close(self) -> None:
         """See `OtherHosts.close`."""
         if self._notice is not None:
-            self._notice.Cancel()
-            self._notice.Wait()
+            with suppress(*self.broken):
+                self._notice.Cancel()
+                self._notice.Wait()
             self._notice = None
+
+    def farewell(self, patience: float) -> None:
+        """Wait until every other rank says this too or has died: the end of a process is a failure to MPI."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        said = [self._comm.Isend(b"", rank, FAREWELL) for rank in others]
+        said += [self._comm.Irecv(bytearray(), rank, FAREWELL) for rank in others]
+        deadline = time.monotonic() + patience
+        while said and time.monotonic() < deadline:
+            said = [one for one in said if not self._over(one)]
+            time.sleep(0.001)
+
+    def _over(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self.broken:
+            return True
 
     def _other_leaders(self) -> list[int]:
         return [leader for leader in self._placement.leaders if leader != self._placement.rank]

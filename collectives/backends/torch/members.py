@@ -8,10 +8,8 @@ Tensors on GPUs go by kernels of the nccl back end where all ranks have its wind
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,13 +29,11 @@ from collectives.backends.tcp.loops import compile_ahead
 from collectives.backends.torch.backend import TorchBackend, device_of
 from collectives.backends.torch.open_group import devices_of
 from collectives.backends.torch.windows import WindowMembers
+from collectives.peers.address import address_of_interface
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError, TopoplanError, UsageError
-
-SIOCGIFADDR = 0x8915
-"""Asks Linux for the address of an interface."""
 
 MEETING_SECONDS = 5.0
 """How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
@@ -362,9 +358,7 @@ def _own_address() -> str:
     """The address of this machine on gloo's interface, or by which it reaches where the job meets or its own name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            asked = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])
+        return address_of_interface(interface)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # nothing is sent
         return str(probe.getsockname()[0])

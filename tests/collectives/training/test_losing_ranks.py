@@ -182,7 +182,7 @@ def refused(**options: Any) -> str:
             "low ranks of float16 are divided by the number of ranks before",
         ),
     ],
-    ids=str,
+    ids=["one by one", "gossip", "low ranks"],
 )
 def test_what_cannot_go_on_is_refused_when_it_is_made(options: dict[str, Any], text: str) -> None:
     assert text in refused(**options)
