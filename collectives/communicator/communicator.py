@@ -964,10 +964,11 @@ class Communicator(DenseCollectives):
                 place = None if root is None else left.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                lost = [rank for rank, seat in enumerate(seats) if seat not in left]
+                outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
+                lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
-                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
-                    f"{error}; call it anew among the {self.size} ranks that are left"
+                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"anew among the {self.size} ranks that are left"
                 ) from failure
             run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
             result, failure = self._given_to_all(run, seats, outcome)
@@ -1028,6 +1029,7 @@ class Communicator(DenseCollectives):
     ) -> tuple[Result | None, BackendError | None]:
         """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
         execution, among, complete = self._open(), self._company.seats, False
+        outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in among)
         result: Result | None = None
         try:
             result = run()
@@ -1035,8 +1037,6 @@ class Communicator(DenseCollectives):
             execution.hand_over()
         except BackendError as error:
             progress = self._without_failed(error, Progress(self._handed_over, complete))
-            left = self._company.seats
-            outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
             if max(one.handed_over for one in progress) == self._handed_over:
                 outcome.repeated = True
                 return None, error
