@@ -32,7 +32,7 @@ COLLECTIVES = [
     *("peers", "lowering", "backends"),
     *("job", "execution", "sparse", "communicator"),
     *("staleness", "training", "optimisers", "torch"),
-    *("benchmark", "testbed", "launching", "calibration", "examples", "commands"),
+    *("benchmark", "testbed", "launching", "chaos", "calibration", "examples", "commands"),
 ]
 """The rooms of collectives in the same way."""
 

@@ -239,6 +239,26 @@ def open_among(
     return JOINED[name](gather, rank=rank, size=size, survivors=survivors, timeout=timeout, about=about)
 
 
+def _join_nccl(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.nccl.backend import NcclBackend, own_gpu
+
+    cupy = load_cupy("nccl")
+    return NcclBackend.among(
+        gather,
+        range(size),
+        cupy,
+        device=own_gpu(cupy),
+        rank=rank,
+        local=survivors.local,
+        timeout=timeout,
+        survivors=survivors,
+        **about,
+    )
+
+
 def _join_shared(
     gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
 ) -> Backend[Any]:
@@ -282,5 +302,11 @@ def _join_mpi(
     return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
 
 
-JOINED = {"mpi": _join_mpi, "shared": _join_shared, "tcp": _join_tcp, "torch": _join_torch}
+JOINED = {
+    "mpi": _join_mpi,
+    "nccl": _join_nccl,
+    "shared": _join_shared,
+    "tcp": _join_tcp,
+    "torch": _join_torch,
+}
 """What makes the back end of a rank that joins others."""

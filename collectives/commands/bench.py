@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collectives.commands.chaos import add_chaos, run_chaos
 from topoplan.cli import arguments
 from topoplan.cli.output import (
     check_target,
@@ -46,6 +47,9 @@ IN_ONE_PROCESS = ("loopback", "loopback-gpu")
 
 BUFFERS = 5
 """Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
+
+TIMEOUT, CHAOS_TIMEOUT = 30.0, 1.0
+"""Seconds, where the user names none."""
 
 SCALE = 1e-3
 """Of paced links, where the user names none."""
@@ -124,10 +128,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--timeout",
         type=arguments.seconds,
-        default=30.0,
         metavar="S",
-        help="seconds that a rank waits for a step before it gives up (default: 30)",
+        help=f"seconds that a rank waits for a step before it gives up (default: {TIMEOUT:g}, with --chaos "
+        f"{CHAOS_TIMEOUT:g})",
     )
+    add_chaos(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
 
@@ -138,6 +143,17 @@ def run(options: argparse.Namespace) -> int:
     from collectives.benchmark import check_dtype
 
     arguments.check_csv(options)
+    options.timeout = (
+        options.timeout
+        if options.timeout is not None
+        else TIMEOUT
+        if options.chaos is None
+        else CHAOS_TIMEOUT
+    )
+    if options.seed is not None and options.chaos is None:
+        raise UsageError(
+            "--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out"
+        )
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
     check_target(options.trace, "--trace")
@@ -150,6 +166,8 @@ def run(options: argparse.Namespace) -> int:
             f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
             f"use --np {len(plan.ranks)}, or plan for other GPUs"
         )
+    if options.chaos is not None:
+        return run_chaos(options, plan, launched=started_as_rank(options.backend))
     if options.backend in IN_ONE_PROCESS or started_as_rank(options.backend):
         return _run_here(options, plan)
     return start_processes(options, plan)

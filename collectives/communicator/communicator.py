@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, GoesOn, HasEngines, Splits, Step, Traces
+from collectives.backends.backend import (
+    Backend,
+    Captures,
+    GivesMemory,
+    GoesOn,
+    HasEngines,
+    Splits,
+    Step,
+    Traces,
+)
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.dense_collectives import DenseCollectives
 from collectives.communicator.going_on import (
@@ -884,8 +893,14 @@ class Communicator(DenseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """As `_start`, for a collective that is repeated by the ranks that are left where one dies."""
+        backend = self._open().backend
         try:
-            request(collective, self._open().backend, arrays, out=out, op=op, root=root)
+            request(collective, backend, arrays, out=out, op=op, root=root)
+            if isinstance(backend, Captures) and backend.captures:
+                raise UsageError(
+                    "a collective in a graph is not repeated where a rank dies; capture it with a communicator that "
+                    'has on_failure="raise"'
+                )
         except UsageError as error:
             self._refuse(str(error))
             raise
@@ -905,7 +920,7 @@ class Communicator(DenseCollectives):
             if news:
                 self._company = watch.company
             if made is not self.plan:
-                self._adopt(made, watch.company)
+                self._adopt(made, self._company)
         return watch.run(checked)
 
     def _adopt(self, made: Plans, company: Company) -> None:
@@ -949,10 +964,11 @@ class Communicator(DenseCollectives):
                 place = None if root is None else left.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                lost = [rank for rank, seat in enumerate(seats) if seat not in left]
+                outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
+                lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
-                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
-                    f"{error}; call it anew among the {self.size} ranks that are left"
+                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"anew among the {self.size} ranks that are left"
                 ) from failure
             run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
             result, failure = self._given_to_all(run, seats, outcome)
@@ -1013,6 +1029,7 @@ class Communicator(DenseCollectives):
     ) -> tuple[Result | None, BackendError | None]:
         """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
         execution, among, complete = self._open(), self._company.seats, False
+        outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in among)
         result: Result | None = None
         try:
             result = run()
@@ -1020,8 +1037,6 @@ class Communicator(DenseCollectives):
             execution.hand_over()
         except BackendError as error:
             progress = self._without_failed(error, Progress(self._handed_over, complete))
-            left = self._company.seats
-            outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
             if max(one.handed_over for one in progress) == self._handed_over:
                 outcome.repeated = True
                 return None, error

@@ -27,7 +27,7 @@ class Outcome:
     repeated : bool
         Whether it was run again, by fewer ranks than it was called on.
     without : tuple of int
-        The ranks that were lost on the way, as they were counted when it was called.
+        The ranks that its result is without, as they were counted when it was called.
     among : tuple of int
         The ranks whose arrays are in the result, by their numbers in the first plan.
     exchange : Explanation or None
@@ -64,7 +64,11 @@ class Handle(Generic[Result]):
 
     @property
     def without(self) -> tuple[int, ...]:
-        """Once it is done: the ranks that died on the way, as they were counted when it was called."""
+        """Once it is done: the ranks that its result is without, as they were counted when it was called.
+
+        They died on the way, or before it began, where it waited behind others. One that died when all had their
+        results is not among them.
+        """
         return self._outcome.without
 
     @property

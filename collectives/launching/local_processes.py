@@ -189,14 +189,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str], *, piped: boo
             stdout=output,
             stderr=output,
             process_group=0,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
         )
     except OSError as error:
         raise UsageError(f"cannot start {command[0]}: {error.strerror}; name a program") from error
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a new process does before it becomes the program: ask to be killed when this one ends."""
+def die_with_parent() -> Callable[[], None] | None:
+    """What a new process does first of all: ask to be killed when this one ends; None where the system cannot."""
     if sys.platform != "linux":
         return None
     parent = os.getpid()

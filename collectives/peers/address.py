@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import struct
 import time
@@ -167,6 +168,14 @@ def this_host() -> str:
             return file.read().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
         return socket.gethostname()
+
+
+def processes_seen() -> str:
+    """What two processes have in common that see each other by their numbers; nothing where that is not known."""
+    try:
+        return this_host() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(8)
 
 
 def address_among(gather: Gather, rank: int) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.peers import World, plain, waits_for_nothing
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.rendezvous_client import GRACE_SECONDS, Control, Watcher
@@ -305,15 +306,20 @@ class TcpWorld(World):
         wait = self.waiting()
         if self.control.alone:
             raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
-        before, self.control.answer = self.control.answer, None
+        control = self.control
+        before, control.answer, control.patience = control.answer, None, False
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
-        self.control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
-        self.changed.wait_for(lambda: self._over() or self.control.answer is not None, GRACE_SECONDS)
+        control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
+        until = time.monotonic() + GRACE_SECONDS
+        while not (self._over() or control.answer is not None or control.patience):
+            if time.monotonic() >= until or control.host_stands_still():
+                break
+            self.changed.wait(LOOK)
         self._check()
-        if self.control.answer is None:
-            raise self._silence(f"waited {timeout:g} s", wait.peer)
-        if self.control.answer["type"] == "patience":
-            self.control.answer = before
+        if control.answer is None:  # what was waited for may have come just now
+            if not control.patience:
+                raise self._silence(f"waited {timeout:g} s", wait.peer)
+            control.answer = before
 
     def _failed(self, verdict: Message) -> BackendError:
         """What a verdict means for this rank."""

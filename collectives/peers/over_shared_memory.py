@@ -210,6 +210,8 @@ class SharedWorld(World):
         for place, rank in enumerate(self._members):
             watch.word(rank, NOTES, self._rounds, 0)
             notes[rank] = control.note(place, self._rounds)
+        # whoever was stopped so long that the others have given it up finds all their notes
+        watch.check()
         leading = self.rank == self._members[0]
         if self._others is not None and leading:
             notes.update(

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from collectives.peers.address import processes_seen
 from collectives.peers.control_page import (
     CLOSED,
     FAILED,
@@ -326,6 +327,11 @@ def _fields(pid: int) -> list[str]:
 def process_state(pid: int) -> str:
     """One letter: R, S, D run or sleep, T is stopped, Z has ended, X (also: unknown here) is gone."""
     return (_fields(pid) or ["X"])[0]
+
+
+def stands_still(processes: str, pid: int) -> bool:
+    """Whether a process is seen to be stopped, or to have ended; ``processes`` is what it has as `processes_seen`."""
+    return process_state(pid) in "TtZX" and processes == processes_seen()
 
 
 def _birth(pid: int) -> str:

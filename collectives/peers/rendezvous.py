@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import threading
@@ -18,11 +19,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from collectives.peers.address import Address, ahead_of_data, listen, parse_address
+from collectives.peers.peer_watchdog import stands_still
 from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
 from topoplan.errors import UsageError
 
 STRANGER_SECONDS = 10.0
 """Time in which a connection must say who it is."""
+
+CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
+"""What the system says of a connection that its other end has closed."""
 
 LINGER_SECONDS = 1.0
 """Time for ranks to hear the last word before the connections are closed."""
@@ -74,7 +79,7 @@ class Rendezvous:
             ) from error
         port = asked.port if asked.path else int(self._listener.getsockname()[1])
         self._where = Address(asked.host, port, asked.path)
-        self._hub = Hub(size, host=host)
+        self._hub = Hub(size, host=host, stopped=_stands_still)
         self._visitors: set[_Visitor] = set()
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
@@ -136,7 +141,7 @@ class Rendezvous:
                 self._selector.unregister(self._woken)
                 for visitor in list(self._visitors):
                     self._say(visitor, {"type": "leaving"})
-            if end is not None and (now >= end or not self._visitors):
+            if end is not None and (now >= end or not self._hearing()):
                 break
             for key, events in self._selector.select(self._pause(now, end)):
                 if key.fileobj is self._listener:
@@ -150,10 +155,23 @@ class Rendezvous:
         for visitor in list(self._visitors):
             self._drop(visitor)
 
+    def _hearing(self) -> bool:
+        """Whether somebody is there who may still hear the last word."""
+        hellos = self._hub.hellos
+        return any(one.rank < 0 or not _stands_still(hellos[one.rank]) for one in self._visitors)
+
     def _pause(self, now: float, end: float | None) -> float | None:
         times = [one.until for one in self._visitors if one.rank < 0]
         times += [time for time in (self._hub.deadline, end) if time is not None]
         return max(0.0, min(times) - now) if times else None
+
+    def _left(self) -> list[_Visitor]:
+        """Ranks that have closed their connections, also where what they said before is not read yet."""
+        ended = select.poll()
+        ranks = {one.connection.fileno(): one for one in self._visitors if one.rank >= 0}
+        for descriptor in ranks:
+            ended.register(descriptor, CLOSED)
+        return [ranks[descriptor] for descriptor, _ in ended.poll(0)]
 
     def _accept(self) -> None:
         try:
@@ -190,7 +208,12 @@ class Rendezvous:
         now = time.monotonic()
         try:
             if visitor.rank >= 0:
-                self._deliver(self._hub.receive(visitor.rank, message, now))
+                posts = self._hub.receive(visitor.rank, message, now)
+                left = self._left() if any(said["type"] == "agreed" for _, said in posts) else []
+                for one in left:  # where this process was stopped, so long that they have given it up
+                    self._deliver(self._hub.lost(one.rank))
+                if not left:
+                    self._deliver(posts)
                 return True
             refusal, posts = self._hub.join(message, now)
         except (KeyError, TypeError, ValueError):
@@ -232,3 +255,8 @@ class Rendezvous:
         visitor.connection.close()
         if visitor.rank >= 0:
             self._deliver(self._hub.lost(visitor.rank))
+
+
+def _stands_still(hello: Message) -> bool:
+    """Whether the process that said this is seen to be stopped."""
+    return stands_still(str(hello.get("processes")), int(hello["pid"]))

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.peers.address import connect, parse_address
+from collectives.peers.address import connect, parse_address, processes_seen
 from collectives.peers.blame import Waiting
+from collectives.peers.peer_watchdog import stands_still
 from collectives.peers.rendezvous_state import FORMAT, Message, Unpacker, pack
 from topoplan.errors import BackendError
 
@@ -37,6 +38,8 @@ class Control:
     ----------
     answer : Message or None
         To what was asked last.
+    patience : bool
+        Whether a rank that has asked who stalls is to wait on.
     verdict : Message or None
         Why the job has failed.
     alone : bool
@@ -52,10 +55,12 @@ class Control:
         self.rank = rank
         self.size = size
         self.answer: Message | None = None
+        self.patience = False
         self.verdict: Message | None = None
         self.alone = False
         self.lost = False
         self.host: int | None = None
+        self._process = ("", 0)
         self._timeout = timeout
         self._unpacker = Unpacker()
         self._early: Sequence[Message] = ()
@@ -86,7 +91,7 @@ class Control:
             The rendezvous refuses, does not answer, or is something else.
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
-        self.say({**hello, **about, "timeout": self._timeout})
+        self.say({**hello, **about, "timeout": self._timeout, "processes": processes_seen()})
         deadline = time.monotonic() + self._timeout + GRACE_SECONDS
         while True:
             messages = self._read_until(deadline)
@@ -95,6 +100,7 @@ class Control:
                     raise BackendError(str(message["message"]), rank=self.rank, peer=message.get("peer"))
                 if message["type"] == "welcome":
                     self.host = message["host"]
+                    self._process = str(message.get("processes")), int(message.get("pid", 0))
                     self._early = messages[number:]
                     return message
 
@@ -134,6 +140,10 @@ class Control:
         with self._writing, contextlib.suppress(OSError):
             self._connection.sendall(pack(message))
 
+    def host_stands_still(self) -> bool:
+        """Whether the process that serves the rendezvous is seen to be stopped."""
+        return stands_still(*self._process)
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -144,7 +154,7 @@ class Control:
         elif message["type"] == "leaving":
             self.alone = True
         elif message["type"] == "patience":
-            self.answer = self.answer or message  # what was waited for may have come just before
+            self.patience = True
         elif message["type"] != "ping":
             self.answer = message
 

@@ -15,16 +15,21 @@ next collective whose trees pass helpers, once all ranks have agreed on it and a
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from collectives.peers.address import processes_seen
 from collectives.peers.blame import Waiting, blame
 
 FORMAT = "topoplan.tcp/1"
 
 ANSWER_SECONDS = 1.0
 """Time in which a rank that is not stopped tells what it waits for."""
+
+LOOK_SECONDS = 0.05
+"""Time between two looks at whether those that have not told it are seen to be stopped."""
 
 Message = Mapping[str, Any]
 """What travels: a JSON object with a type, behind its length in four bytes."""
@@ -94,11 +99,20 @@ class Hub:
         Number of processes: ranks, and helpers behind them.
     host : int or None
         The rank in whose process the hub lives, None if in a process of its own.
+    stopped : callable
+        Whether the process of a rank is seen to be stopped, given what it said when it came.
     """
 
-    def __init__(self, size: int, *, host: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        host: int | None = None,
+        stopped: Callable[[Message], bool] = lambda hello: False,
+    ) -> None:
         self.size = size
         self.host = host
+        self._stopped = stopped
         self.hellos: dict[int, Message] = {}
         self.deadline: float | None = None
         self._token = secrets.token_hex(16)
@@ -108,7 +122,7 @@ class Hub:
         self._met = 0
         self._verdict: Message | None = None
         self._stalled: list[int] = []
-        self._patience = 0.0
+        self._patience = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
 
     @property
@@ -193,9 +207,15 @@ class Hub:
             self.deadline = None
         if self.deadline is None or now < self.deadline:
             return []
-        self.deadline = None
         if self._stalled:
-            return self._judge()
+            silent = [
+                rank for rank in range(self.size) if rank not in self._answers and rank not in self._gone
+            ]
+            if now >= self._answers_by or all(self._stopped(self.hellos[rank]) for rank in silent):
+                return self._judge()
+            self.deadline = min(now + LOOK_SECONDS, self._answers_by)
+            return []
+        self.deadline = None
         missing = [rank for rank in range(self.size) if rank not in self.hellos]
         return self._fail(
             f"only {len(self.hellos)} of {self.size} ranks came, not {_listed(missing)}; "
@@ -214,7 +234,10 @@ class Hub:
             }
             for rank, hello in sorted(self.hellos.items())
         }
-        return self._everyone({"type": "welcome", "token": self._token, "host": self.host, "peers": peers})
+        own = {"processes": processes_seen(), "pid": os.getpid()}
+        return self._everyone(
+            {"type": "welcome", "token": self._token, "host": self.host, "peers": peers, **own}
+        )
 
     def _everyone(self, message: Message) -> list[Post]:
         """To all ranks, that of this process last: it may end the process."""
@@ -312,7 +335,8 @@ class Hub:
             return []
         self._patience = float(message["timeout"])
         self._answers = {rank: answer}
-        self.deadline = now + ANSWER_SECONDS
+        self._answers_by = now + ANSWER_SECONDS
+        self.deadline = now + LOOK_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
     def _judge(self) -> list[Post]:

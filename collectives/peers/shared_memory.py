@@ -314,33 +314,41 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
         The ranks do not see each other's memory: they are on different hosts, in different containers, or of different
         users. Raised on all ranks.
     """
-    descriptor = create_memory() if rank == 0 and can_share() else -1
-    mine = {"pid": os.getpid(), "descriptor": descriptor, "file": _identity(descriptor)}
+    held: list[int] = [create_memory()] if rank == 0 and can_share() else []
+    try:
+        return _met(gather, held, rank=rank, size=size)
+    except BaseException:  # not all have met
+        for descriptor in held:
+            os.close(descriptor)
+        raise
+
+
+def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[Placement, Segment]:
+    """See `meet`; ``held`` has the descriptor of the memory once this rank has one."""
+    mine = {"pid": os.getpid(), "descriptor": held[0] if held else -1, "file": _identity(held)}
     told = [json.loads(text) for text in gather(json.dumps(mine))]
     fault = "" if told[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
     if rank and not fault:
         try:
-            descriptor = open_memory(told[0]["pid"], told[0]["descriptor"])
+            held.append(open_memory(told[0]["pid"], told[0]["descriptor"]))
             # the same process number may be another process in another container
-            same = _identity(descriptor) == told[0]["file"]
+            same = _identity(held) == told[0]["file"]
             fault = "" if same else f"process {told[0]['pid']} is not rank 0 here"
         except OSError as error:
             fault = f"it cannot see the memory of rank 0 ({error.strerror})"
     faults = gather(fault)
     for other, text in enumerate(faults):
         if text:
-            if descriptor >= 0:
-                os.close(descriptor)
             raise UsageError(f"ranks cannot share memory: rank {other} says {text}; use another back end")
     placement = Placement(rank, (0,) * size, tuple(one["pid"] for one in told))
-    return placement, Segment(descriptor, Control.size(size))
+    return placement, Segment(held[0], Control.size(size))
 
 
-def _identity(descriptor: int) -> list[int | str]:
-    """What tells one memory from all others, on any host."""
-    if descriptor < 0:
+def _identity(held: list[int]) -> list[int | str]:
+    """What tells the memory of a descriptor from all others, on any host; nothing without one."""
+    if not held:
         return []
-    known = os.fstat(descriptor)
+    known = os.fstat(held[0])
     return [known.st_dev, known.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
 
 

@@ -34,9 +34,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NoReturn
 
-from collectives.peers.address import ahead_of_data, this_host
+from collectives.peers.address import ahead_of_data, processes_seen, this_host
 from collectives.peers.error_rounds import Gather
-from collectives.peers.peer_watchdog import LOOK, process_state
+from collectives.peers.peer_watchdog import LOOK, process_state, stands_still
 from collectives.peers.rendezvous import STRANGER_SECONDS
 from collectives.peers.rendezvous_state import Message, Unpacker, pack
 from topoplan.errors import BackendError, UsageError
@@ -354,7 +354,7 @@ class Survivors:
                 silent.update(*(self._silent.get((wanted, rank), ()) for rank in heard))
                 if said == (new, frozenset(gone)):
                     behind = {
-                        rank: min(timeout, DOUBTED_SECONDS) if rank in known_to_fail else NOTICED * timeout
+                        rank: self._patience(rank, timeout, doubted=rank in known_to_fail)
                         for rank, one in heard.items()
                         if one != said and rank not in gone
                     }
@@ -464,6 +464,14 @@ class Survivors:
                 rank=self._place(),
             )
 
+    def _patience(self, rank: int, timeout: float, *, doubted: bool) -> float:
+        """Seconds that a rank is waited for; one that is seen to be stopped has had the time of a collective before."""
+        card = self._cards[rank]
+        stopped = stands_still(card.processes, card.pid)
+        if doubted:
+            return 0.0 if stopped else min(timeout, DOUBTED_SECONDS)
+        return timeout if stopped else NOTICED * timeout
+
     def _ended(self, rank: int) -> bool:
         """Whether the process of a rank of this host has ended; a child that it forked off may hold its sockets."""
         card = self._cards[rank]
@@ -548,7 +556,7 @@ class Survivors:
 
     def _own_card(self) -> Card:
         port = self._listener.getsockname()[1]
-        return Card(self.local, port, self._token, this_host(), _processes(), os.getpid())
+        return Card(self.local, port, self._token, this_host(), processes_seen(), os.getpid())
 
     def _cards_of(self, numbers: Collection[int]) -> list[object]:
         return [[number, astuple(self._cards[number])] for number in sorted(numbers)]
@@ -685,14 +693,6 @@ def reach_each_other(cards: Sequence[str | None]) -> bool:
     told = [Card.of(json.loads(card)) for card in cards if card]
     alone = any(ipaddress.ip_address(one.host.partition("%")[0]).is_loopback for one in told)
     return not alone or len({one.home for one in told}) == 1
-
-
-def _processes() -> str:
-    """What two processes have in common that see each other by their numbers; nothing where that is not known."""
-    try:
-        return this_host() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return secrets.token_hex(8)
 
 
 def _welcomed(doors: Mapping[socket.socket, tuple[int, Unpacker]], until: float, wait: float) -> Message:

@@ -34,10 +34,8 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator
 from collectives.backends.backend import Backend
-from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.tcp.backend import TcpBackend
+from collectives.chaos.rank import START_SECONDS, backend_at
 from collectives.launching.mpiexec import mpiexec_command
-from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peer_watchdog import process_state
 from collectives.peers.survivors import Survivors
 from tests.faults.mpi import shared_names
@@ -49,8 +47,8 @@ from topoplan.plans.plan import Plan
 STEPS, DEATH = 10, 4
 """Collectives that each rank does, and the one at which victims die."""
 
-STEP_SECONDS, START_SECONDS, LIMIT_SECONDS, LEAVE_SECONDS = 10.0, 60.0, 40.0, 20.0
-"""Timeout of the ranks; time to start and meet; what has not reported by then hangs; time to end behind that."""
+STEP_SECONDS, LIMIT_SECONDS, LEAVE_SECONDS = 10.0, 40.0, 20.0
+"""Timeout of the ranks; what has not reported by then hangs; time to end behind that."""
 
 STOPPED_SECONDS = 2.0
 """Timeout of the ranks where one is stopped, for which the others wait so long."""
@@ -128,20 +126,7 @@ def opened(what: Round, rank: int, meeting: str) -> Backend[Any]:
 
         hosts = None if what.backend == "mpi" else [what.host(rank) for rank in range(what.size)]
         return MpiBackend(timeout=what.timeout, hosts=hosts)
-    if what.backend == "tcp":
-        return TcpBackend(
-            rank, what.size, rendezvous=meeting, timeout=what.timeout, meeting_timeout=START_SECONDS
-        )
-    world = TcpWorld(meeting, rank, what.size, timeout=START_SECONDS)
-    try:
-        return SharedBackend(
-            lambda text: world.texts(text, timeout=START_SECONDS),
-            rank=rank,
-            size=what.size,
-            timeout=what.timeout,
-        )
-    finally:
-        world.close()
+    return backend_at(what.backend, rank, what.size, meeting=meeting, timeout=what.timeout)
 
 
 def dies(number: signal.Signals = signal.SIGKILL) -> None:

@@ -155,3 +155,20 @@ def test_what_fewer_ranks_cannot_do_is_an_error_and_the_next_call_goes_on() -> N
             return comm.reduce_scatter(np.full(4, rank + 1.0)).tolist()
 
     assert backends_in_threads(3, body) == [[3.0, 3.0], [3.0, 3.0], None]
+
+
+def test_what_waited_behind_a_collective_that_lost_a_rank_is_without_it_too() -> None:
+    """Nobody has to repeat it, but its sum is one of fewer ranks."""
+
+    def body(backend: TcpBackend, rank: int) -> object:
+        comm = Communicator(plan_for(3), backend, on_failure="shrink")
+        comm.all_reduce(np.ones(3))
+        if rank == 2:
+            backend.close()  # as if it had died: its connections end
+            return None
+        with comm:
+            handles = [comm.all_reduce(np.full(5, rank + 1.0), async_op=True) for _ in range(3)]
+            return [(handle.wait()[0], handle.repeated, handle.without) for handle in handles]
+
+    left = [(3.0, True, (2,)), (3.0, False, (2,)), (3.0, False, (2,))]
+    assert backends_in_threads(3, body) == [left, left, None]

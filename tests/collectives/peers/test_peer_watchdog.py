@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from collectives.peers.control_page import Control, Placement
+from collectives.peers.over_shared_memory import SharedWorld
 from collectives.peers.peer_watchdog import Watch
+from collectives.peers.signature import Signature
+from topoplan.errors import BackendError
 
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux tells of the end of processes")
 
@@ -49,3 +52,18 @@ def test_without_word_from_the_system_nobody_relies_on_it() -> None:
     watch, _ = watch_over((os.getpid(), os.getppid(), gone.pid))
     assert not watch.see_deaths()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_rank_that_was_stopped_hears_that_the_others_have_given_it_up() -> None:
+    """It finds the notes of all others, which they have shown before they waited for its own in vain."""
+    memory, about = (
+        memoryview(bytearray(Control.size(2))),
+        Signature(1, "", 2, "allreduce", None, "sum", "", 3, 16),
+    )
+    awake, stopped = (
+        SharedWorld(Control(memory, rank), Placement(rank, (0, 0), (0, 0)), timeout=0.1) for rank in range(2)
+    )
+    with pytest.raises(BackendError, match="peer 1, step 0: the peer does not go on"):
+        awake.agree(about, timeout=0.1)
+    with pytest.raises(BackendError, match="rank 0 noticed: the peer does not go on"):
+        stopped.agree(about, timeout=0.1)

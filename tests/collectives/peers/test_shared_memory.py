@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 from collectives.peers.control_page import Control, Placement
-from collectives.peers.shared_memory import Arenas
+from collectives.peers.shared_memory import Arenas, create_memory, meet
+from topoplan.errors import BackendError
 
 FORKED = """
 import gc, os
@@ -54,3 +60,27 @@ def test_who_was_given_up_is_told_of_no_more_memory_and_without_all_arenas_there
     memory.close()
     assert memory.offset(array.ctypes.data) == -1
     assert array.sum() == 8
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet_keep_no_memory_open(rank: int) -> None:
+    """Another rank dies between the two words that they tell each other."""
+    other = create_memory()
+    known = os.fstat(other)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    file = [known.st_dev, known.st_ino, boot]
+    before = sorted(os.listdir("/proc/self/fd"))
+    said: list[str] = []
+
+    def gather(text: str) -> list[str]:
+        said.append(text)
+        if len(said) == 2:
+            raise BackendError("a rank has died")
+        first = {"pid": os.getpid(), "descriptor": other, "file": file}
+        return [text if rank == 0 else json.dumps(first), text]
+
+    with pytest.raises(BackendError, match="has died"):
+        meet(gather, rank=rank, size=2)
+    assert said[1] == ""
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    os.close(other)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,12 +27,14 @@ from collectives.peers.address import (
     ahead_of_data,
     connect,
     parse_address,
+    processes_seen,
 )
 from collectives.peers.blame import Waiting, blame
 from collectives.peers.over_rendezvous import TcpWorld
-from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.peer_watchdog import process_state
+from collectives.peers.rendezvous import Rendezvous, _Visitor
 from collectives.peers.rendezvous_client import Control, Watcher
-from collectives.peers.rendezvous_state import Hub, pack
+from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
@@ -98,6 +103,96 @@ def test_windows_must_be_the_same_on_all_ranks() -> None:
     reason, posts = hub.join({**hello, "rank": 0, "ports": {}, "flight_bytes": 8}, 0.0)
     assert "rank 0 has flight_bytes 8 and rank 1 7" in reason
     assert [rank for rank, _ in posts] == [1]
+
+
+def asked_who_stalls(stopped: set[int]) -> tuple[Hub, list[Post]]:
+    """Of three ranks, of which rank 0 waits for rank 1; rank 2 has answered."""
+    hub = Hub(3, stopped=lambda hello: hello["rank"] in stopped)
+    hello = {"type": "hello", "format": "topoplan.tcp/1", "size": 3, "pid": 1, "timeout": 9, "general": None}
+    for rank in range(3):
+        hub.join({**hello, "rank": rank, "ports": {}, "flight_bytes": 7}, 0.0)
+    waits = {"peer": 1, "step": 3, "idle": 2.0}
+    assert len(hub.receive(0, {"type": "stall", "timeout": 1.0, **waits}, 10.0)) == 2
+    return hub, hub.receive(2, {"type": "pong", **waits}, 10.01)
+
+
+def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_when_all_say_what_they_wait_for() -> None:
+    """One that may be slow has a second."""
+    for stopped, seconds in (({1}, 0.06), (set(), 1.01)):
+        hub, posts = asked_who_stalls(stopped)
+        assert posts == []
+        assert hub.deadline is not None
+        assert hub.tick(10.0 + seconds / 2) == []
+        told = dict(hub.tick(10.0 + seconds))
+        assert {message["peer"] for message in told.values()} == {1}
+        assert set(told) == {0, 1, 2}
+    hub, _ = asked_who_stalls({2})
+    assert hub.tick(10.5) == []
+
+
+def test_word_to_wait_on_that_comes_late_is_no_answer_to_the_next_question() -> None:
+    """It was for a question that was answered meanwhile."""
+    with Rendezvous("127.0.0.1:0", 1) as meeting:
+        world = TcpWorld(meeting.address, 0, 1)
+        say = world.control.say
+
+        def said_late(message: Message) -> None:
+            with world.changed:
+                world.control._note({"type": "patience"})
+                world.changed.notify_all()
+            time.sleep(0.05)
+            say(message)
+
+        world.control.say = said_late  # type: ignore[method-assign]
+        assert world.gather(b"alone", timeout=5) == [b"alone"]
+        assert world.largest(3.0, timeout=5) == 3.0
+        world.control.say = say  # type: ignore[method-assign]
+        world.close()
+
+
+def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
+    """As where the process that serves was stopped, with its own word unsaid, and the others have given it up."""
+    hello = {"type": "hello", "format": "topoplan.tcp/1", "size": 2, "pid": 1, "timeout": 9, "general": None}
+    agree = {"type": "agree", "signature": "", "met": 0}
+    rendezvous = Rendezvous("127.0.0.1:0", 2)
+    pairs = [socket.socketpair() for _ in range(2)]
+    visitors = [_Visitor(own, 0.0) for own, _ in pairs]
+    for rank, visitor in enumerate(visitors):
+        rendezvous._visitors.add(visitor)
+        rendezvous._selector.register(visitor.connection, selectors.EVENT_READ, visitor)
+        assert rendezvous._hear(visitor, {**hello, "rank": rank, "ports": {}, "flight_bytes": 7})
+    assert rendezvous._hear(visitors[1], agree)
+    pairs[1][1].sendall(pack({"type": "bye"}))
+    pairs[1][1].close()
+    assert rendezvous._hear(visitors[0], agree)
+    told = Unpacker().feed(pairs[0][1].recv(1 << 16))
+    assert [message["type"] for message in told] == ["welcome", "failed"]
+    rendezvous.close()
+    for pair in pairs:
+        for one in pair:
+            one.close()
+
+
+def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
+    """Only for ranks that may still hear its last word."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        other.send_signal(signal.SIGSTOP)
+        while process_state(other.pid) != "T":
+            time.sleep(0.01)
+        hello = {"processes": processes_seen(), "pid": other.pid}
+        rendezvous = Rendezvous("127.0.0.1:0", 2)
+        one, end = socket.socketpair()
+        with one, end:
+            rendezvous._visitors.add(_Visitor(one, 0.0, rank=1))
+            rendezvous._hub.hellos[1] = hello
+            assert not rendezvous._hearing()
+            rendezvous._hub.hellos[1] = {**hello, "pid": os.getpid()}
+            assert rendezvous._hearing()
+            rendezvous._hub.hellos[1] = {**hello, "processes": "of another machine"}
+            assert rendezvous._hearing()
+            rendezvous._visitors.clear()
+            rendezvous.close()
+        other.kill()
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_timeout() -> None:
