@@ -65,8 +65,8 @@ THEN = {
     "mpi hosts": ("tcp",),
     "mpi ulfm": ("mpi", "tcp"),
 }
-"""What ranks go on over, unless those that are left are on one host. Those of mpi are on one, on two by what they are told,
-and on two with a fault tolerant MPI; where that does not hear of a death in time, it is given up."""
+"""What ranks go on over, unless those that are left are on one host. Those of mpi are on one, on two by what they are
+told, and on two with a fault tolerant MPI; where that does not hear of a death in time, it is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +393,6 @@ def plan_for(size: int) -> Plan:
     return topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
 
 
-
 def chosen(backend: str, number: int, chooser: random.Random) -> tuple[str, Round]:
     """The round of a number, and its kind: kinds take turns, who dies and when is left to chance."""
     kind = ("one is killed", "two are killed", "one is stopped", "another dies meanwhile")[number % 4]
@@ -436,7 +435,9 @@ def main(arguments: Sequence[str]) -> int:
         seconds.setdefault(kind, []).extend(times_of(reports, died))
         over.update(str(report.get("backend")) for report in reports.values())
     went = ", ".join(f"{count} over {name}" for name, count in sorted(over.items()))
-    print(f"{options.rounds} rounds of {options.backend}: {options.rounds - bad} clean; ranks went on: {went}")
+    print(
+        f"{options.rounds} rounds of {options.backend}: {options.rounds - bad} clean; ranks went on: {went}"
+    )
     for kind, times in seconds.items():
         median, late = np.percentile(times, [50, 99]) * 1e3
         print(f"  {kind:22}  {len(times):4} results  median {median:7.1f} ms  p99 {late:7.1f} ms")

@@ -138,9 +138,7 @@ class MpiBackend(SharedBackend):
             made = MpiBackend.__new__(MpiBackend)
             made._begin_over(comm, placement, segment, fence=fence_without_mpi(), timeout=self._timeout)
             made.survivors, made._in_order = survivors, False
-            went_on(
-                self._control, self._placement, survivors, partial(made._hosts.farewell, self._timeout)
-            )
+            went_on(self._control, self._placement, survivors, partial(made._hosts.farewell, self._timeout))
             return made
         went_on(self._control, self._placement, survivors)
         if one_host:

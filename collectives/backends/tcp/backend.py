@@ -616,9 +616,7 @@ def by_links(
     """
     address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
     try:
-        made = TcpBackend(
-            rank, size, rendezvous=address, timeout=timeout, survivors=survivors, **options
-        )
+        made = TcpBackend(rank, size, rendezvous=address, timeout=timeout, survivors=survivors, **options)
     except BaseException:
         if place is not None:
             place.close()
