@@ -78,7 +78,8 @@ def check(what: Round) -> dict[int, dict[str, Any]]:
     reports, died = one_round(plan, what)
     assert died
     assert faults_of(plan, what, reports) == []
-    assert shared_memory() <= before
+    if not what.backend.startswith("mpi"):  # of which the names of the job's own are looked for
+        assert shared_memory() <= before
     if what.alone and what.within and max(what.within.values()) < 0:
         # the collective that they died before was repeated, by all alike
         told = [report["repeated"] for report in reports.values()]
