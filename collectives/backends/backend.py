@@ -290,6 +290,15 @@ class GivesMemory(Protocol):
 
 
 @runtime_checkable
+class Captures(Protocol):
+    """A back end whose collectives can be put into graphs that the caller launches later."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether the caller captures a graph now."""
+
+
+@runtime_checkable
 class Splits(Protocol):
     """A back end that can be made for the groups of its ranks, too."""
 

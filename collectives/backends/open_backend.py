@@ -239,12 +239,33 @@ def open_among(
     return JOINED[name](gather, rank=rank, size=size, survivors=survivors, timeout=timeout, about=about)
 
 
+def _join_nccl(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.nccl.backend import NcclBackend, own_gpu
+
+    cupy = load_cupy("nccl")
+    return NcclBackend.among(
+        gather,
+        range(size),
+        cupy,
+        device=own_gpu(cupy),
+        rank=rank,
+        local=survivors.local,
+        timeout=timeout,
+        survivors=survivors,
+        **about,
+    )
+
+
 def _join_shared(
     gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
 ) -> Backend[Any]:
     from collectives.backends.shared.backend import SharedBackend
 
-    return SharedBackend(gather, rank=rank, size=size, timeout=timeout, survivors=survivors)
+    arrays = _arrays(about)
+    return SharedBackend(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, arrays=arrays)
 
 
 def _join_tcp(
@@ -252,7 +273,25 @@ def _join_tcp(
 ) -> Backend[Any]:
     from collectives.backends.tcp.backend import TcpBackend
 
+    about = {**about, "arrays": _arrays(about)}
     return TcpBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, **about)
+
+
+def _join_torch(
+    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+) -> Backend[Any]:
+    from collectives.backends.torch.backend import TorchBackend
+
+    return TorchBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
+
+
+def _arrays(about: Mapping[str, Any]) -> Any:
+    """The kind of arrays that a back end of others takes; None for numpy's."""
+    if about.get("arrays") != "torch":
+        return None
+    from collectives.backends.torch.members import torch_arrays
+
+    return torch_arrays()
 
 
 def _join_mpi(
@@ -263,5 +302,11 @@ def _join_mpi(
     return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
 
 
-JOINED = {"mpi": _join_mpi, "shared": _join_shared, "tcp": _join_tcp}
+JOINED = {
+    "mpi": _join_mpi,
+    "nccl": _join_nccl,
+    "shared": _join_shared,
+    "tcp": _join_tcp,
+    "torch": _join_torch,
+}
 """What makes the back end of a rank that joins others."""

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, GoesOn, HasEngines, Splits, Step, Traces
+from collectives.backends.backend import (
+    Backend,
+    Captures,
+    GivesMemory,
+    GoesOn,
+    HasEngines,
+    Splits,
+    Step,
+    Traces,
+)
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.dense_collectives import DenseCollectives
 from collectives.communicator.going_on import (
@@ -884,8 +893,14 @@ class Communicator(DenseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """As `_start`, for a collective that is repeated by the ranks that are left where one dies."""
+        backend = self._open().backend
         try:
-            request(collective, self._open().backend, arrays, out=out, op=op, root=root)
+            request(collective, backend, arrays, out=out, op=op, root=root)
+            if isinstance(backend, Captures) and backend.captures:
+                raise UsageError(
+                    "a collective in a graph is not repeated where a rank dies; capture it with a communicator that "
+                    'has on_failure="raise"'
+                )
         except UsageError as error:
             self._refuse(str(error))
             raise
@@ -905,7 +920,7 @@ class Communicator(DenseCollectives):
             if news:
                 self._company = watch.company
             if made is not self.plan:
-                self._adopt(made, watch.company)
+                self._adopt(made, self._company)
         return watch.run(checked)
 
     def _adopt(self, made: Plans, company: Company) -> None:

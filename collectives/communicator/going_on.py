@@ -26,7 +26,7 @@ from topoplan.plans.size_plans import parse_plan_file
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback, shared and mpi can, and tcp without helpers)"
+    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, and nccl where its ranks meet at a rendezvous)"
 )
 
 
@@ -172,7 +172,7 @@ def go_on(
     invited : collection of Knock
         Who is let in.
     only_changed : bool
-        Return None, on all ranks, where nobody is gone or has come.
+        Return None, on all ranks, where nobody is gone or has come; and on one that cannot go on.
 
     Raises
     ------
@@ -183,6 +183,8 @@ def go_on(
     """
     backend = state.backend
     if not can_go_on(backend):
+        if only_changed:
+            return None
         raise BackendError(CANNOT.format(name=backend.name))
     if not backend.one_rank:
         seats = [seat for rank, seat in enumerate(state.company.seats) if rank not in without]
@@ -197,7 +199,7 @@ def go_on(
         try:
             return _made_anew(survivors, timeout, _Told.of(state), state, only_changed=only_changed)
         except BackendError:  # another rank has died meanwhile
-            if attempt == attempts - 1:
+            if attempt == attempts - 1 or backend.survivors is None:
                 raise
     raise AssertionError("the last attempt returns or raises")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,19 @@ from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types in which dense gradients may travel; sparse ones of them are kept, chosen from and sent in float32."""
+
+
+class Bucket(Protocol):
+    """What is asked of a bucket of DDP."""
+
+    def index(self) -> int:
+        """Its number in the step."""
+
+    def buffer(self) -> torch.Tensor:
+        """Its gradients, one after another."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whose gradients these are."""
 
 
 class BucketExchange:
@@ -83,7 +96,7 @@ class BucketExchange:
         self._averager.end_step()
         return future
 
-    def _start(self, bucket: GradBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
+    def _start(self, bucket: Bucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
         """Start the exchange of a bucket; what runs, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
@@ -115,7 +128,7 @@ class BucketExchange:
         )
 
     def _begin(
-        self, bucket: GradBucket, buffer: torch.Tensor, *, async_op: bool
+        self, bucket: Bucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self.layout_of(bucket)
@@ -157,7 +170,7 @@ class BucketExchange:
         """This process's rank."""
         return self._averager.communicator.ranks[0]
 
-    def layout_of(self, bucket: GradBucket) -> BucketLayout:
+    def layout_of(self, bucket: Bucket) -> BucketLayout:
         """Which parameters a bucket holds."""
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
@@ -246,7 +259,7 @@ class BuiltInExchange:
         return int(flag.item())
 
 
-def _parts_of(layout: BucketLayout, bucket: GradBucket) -> tuple[Part, ...]:
+def _parts_of(layout: BucketLayout, bucket: Bucket) -> tuple[Part, ...]:
     """The parameters of a bucket, by their numbers in the model."""
     return tuple(
         Part(f"parameter {number}", start, stop, tuple(one.shape))

@@ -109,8 +109,17 @@ def _for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
     return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=still_wanted)
 
 
-def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> ExchangeSettings:
+def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: str = "") -> ExchangeSettings:
     """The settings of this rank, which are those of all; all of them must call this.
+
+    Parameters
+    ----------
+    make : callable
+        Raises what is wrong with them.
+    gather : callable
+        Over all ranks.
+    more : str
+        What must be alike besides, as it is told.
 
     Raises
     ------
@@ -121,7 +130,7 @@ def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> Exc
 
     def told() -> str:
         made.append(make())
-        return f"{made[0]}"
+        return f"{made[0]}{more}"
 
     first, *others = say_all(gather, told)
     for rank, one in enumerate(others, start=1):

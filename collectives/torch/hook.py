@@ -5,10 +5,12 @@ Its state says by which plan, how, and what sparse gradients have left over.
 
 # annotations are no strings here: DDP compares those of the hook with its own types
 
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,12 @@ from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
+from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
-from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
+from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
+from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import InStepAverager, averager
@@ -90,9 +94,25 @@ class HookState:
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
+    on_failure : str
+        What to do where a rank dies: "raise", or "shrink" to make its step again without it
+        (`collectives.torch.going_on`): in step, and with gradients on the CPU. Averages are then divided by the ranks
+        that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
+        meeting of the ranks in each step.
+    on_change : callable, optional
+        Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
+        before the optimiser uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
+        ``size``. Also by `grow`.
+    invitation : str, optional
+        By which this process comes in where a rank is gone (``communicator.invitation`` of another one), while the
+        others call `grow`, for which it waits; see there. Plan and back end are those of the others.
 
     Attributes
     ----------
+    rank, size : int
+        This process's rank, and how many there are, as they are now.
+    shrunk : tuple of Shrunk
+        Steps after which there were fewer ranks, and what the lost ones had kept.
     communicator : Communicator or None
         None where torch's own allreduce is used.
     reason : str
@@ -136,8 +156,15 @@ class HookState:
         exact: bool = True,
         mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
+        on_failure: str = "raise",
+        on_change: Callable[[int, int], object] | None = None,
+        invitation: str | None = None,
     ) -> None:
         def settings() -> ExchangeSettings:
+            if on_failure not in ("raise", "shrink"):
+                raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
+            if on_failure == "shrink" and not isinstance(mode_of(mode), BSP):
+                raise UsageError("on_failure='shrink' is for steps that wait for all ranks; leave mode out")
             if isinstance(mode, Gossip):
                 raise UsageError(
                     "Gossip is for loops that say when parameters have moved, which those of DDP do not; use "
@@ -161,16 +188,35 @@ class HookState:
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         gather = gather_by(self.group)
-        how = agreed_settings(settings, gather)
+        alone = invitation is not None
+        if alone and (plan is not None or on_failure != "shrink" or self.size > 1):
+            raise UsageError(
+                "with an invitation the plan is that of the others; give on_failure='shrink', no plan, and a process "
+                "group of this rank alone"
+            )
+        how = settings() if alone else agreed_settings(settings, gather, f", on_failure={on_failure!r}")
         self.mode = how.mode
         self.recorder = watch(Recorder("hook", ranks=self.size))
-        verdict = agreed_plan(plan, self.group, gather)
+        verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
+        self.shrunk: tuple[Shrunk, ...] = ()
+        self._on_change = on_change
+        self._registered = on_failure == "raise"
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
+        if invitation is not None:
+            self.communicator = comm = Communicator.join(invitation, wait=timeout)
+            self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
+            within = InStepAverager(comm, how, self.recorder)
+            self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
+            return
         if verdict.plan is None:
+            if on_failure == "shrink":
+                raise UsageError(
+                    f"on_failure='shrink' is for gradients by plan, and there is none: {self.reason}"
+                )
             warnings.warn(
                 f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
             )
@@ -184,13 +230,95 @@ class HookState:
             )
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
-            self.buckets = in_step = BucketExchange(InStepAverager(comm, how, self.recorder), numbers)
+            within = InStepAverager(comm, how, self.recorder)
+            if on_failure == "shrink":
+                if not can_go_on(backend):
+                    raise UsageError(
+                        "on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
+                        f"other, and these go by the {backend.name} back end"
+                    )
+                self.recorder.among = comm.seats
+                self.buckets = in_step = GoingOnExchange(within, numbers, self._changes)
+            else:
+                self.buckets = in_step = BucketExchange(within, numbers)
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
                     averager(comm, how, self.recorder, timeout=timeout), in_step, comm
                 )
             log_start(comm, how)
             on_error.pop_all()
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
+
+        What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
+        model for which it does so is refused, unless the group goes on, too ("topoplan" with
+        TOPOPLAN_ON_FAILURE=shrink). Buckets are arranged in the second forward pass, which over other groups asks all
+        ranks once more.
+
+        Raises
+        ------
+        UsageError
+            It is no DDP, or asks for what cannot go on.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"a {type(model).__name__} is no DistributedDataParallel; give register the wrapped model"
+            )
+        if isinstance(self.buckets, GoingOnExchange):
+            check_goes_on(model)
+        model.register_comm_hook(self, topoplan_hook)
+        self._registered = True
+
+    def grow(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
+
+        All ranks call it at the same steps, each time or every so many; it costs them meetings with short texts. One
+        that was made with an ``invitation`` calls it first of all, and then has the model, buffers too, the state of
+        the optimiser, and the step (``recorder.step``) of the others. It has kept nothing of gradients.
+
+        A rank that comes has a process group of its own, ``init_process_group("gloo", store=HashStore(), rank=0,
+        world_size=1)``, for its DDP, which must arrange its buckets as the others have: it goes forward and backward
+        once, with any inputs, before `register`. All ranks name their ``parameters``.
+
+        Parameters
+        ----------
+        model : DistributedDataParallel
+        optimizer : Optimizer
+
+        Returns
+        -------
+        tuple of int
+            The ranks that have come, as all are counted from now on.
+
+        Raises
+        ------
+        UsageError
+            Without ``on_failure="shrink"`` or ``parameters``; or this rank has come with another model or settings.
+        BackendError
+            Another failure.
+        """
+        buckets, module = self.buckets, model.module
+        if not isinstance(buckets, GoingOnExchange):
+            raise UsageError("ranks come where others were lost; give HookState on_failure='shrink'")
+
+        def give() -> bytes:
+            common = {name: torch.from_numpy(one) for name, one in buckets.averager.common().items()}
+            told = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "common": common}
+            file = io.BytesIO()
+            torch.save({**told, "step": self.recorder.step}, file)
+            return file.getvalue()
+
+        def take(data: bytes) -> None:
+            told = torch.load(io.BytesIO(data), weights_only=True)
+            module.load_state_dict(told["model"])
+            optimizer.load_state_dict(told["optimizer"])
+            self.recorder.step = told["step"]
+            buckets.averager.restore_common({name: one.numpy() for name, one in told["common"].items()})
+
+        shapes = [(name, tuple(one.shape), f"{one.dtype}") for name, one in module.state_dict().items()]
+        digest = sha256(f"{shapes}".encode()).hexdigest()[:16]
+        return buckets.grow(f"{len(shapes)} tensors {digest}, {buckets.averager.settings}", give, take)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
@@ -264,6 +392,8 @@ class HookState:
             lost.append(in_step.averager.restore_filter(filters))
             if "arrivals" in state:
                 in_step.restored(state["arrivals"])
+            if isinstance(in_step, GoingOnExchange):
+                in_step.forget()
         else:
             lost.append(told(filters))
         self.recorder.step = int(state["step"])
@@ -289,8 +419,9 @@ class HookState:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
         With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
-        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already. All ranks must call it.
-        Training may go on afterwards.
+        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with ``on_failure="shrink"``
+        they are so when no rank that is left has more steps than another one. All ranks must call it. Training may go
+        on afterwards.
 
         Parameters
         ----------
@@ -306,6 +437,8 @@ class HookState:
         """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
+        elif isinstance(self.buckets, GoingOnExchange):
+            self.buckets.settle()
 
     @contextmanager
     def join(self, model: DistributedDataParallel, *, divide_by: str = "present") -> Iterator[None]:
@@ -336,6 +469,10 @@ class HookState:
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
+            )
+        if isinstance(self.buckets, GoingOnExchange):
+            raise UsageError(
+                "join meets the other ranks over DDP's process group, too; leave on_failure='shrink' out with it"
             )
         if isinstance(self.buckets, ModeExchange):
             raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
@@ -383,6 +520,19 @@ class HookState:
         let_go()
         self._leave()
 
+    def _changes(self, before: Seats, now: Seats, lost: Unsent) -> None:
+        """A step has ended with other ranks."""
+        comm, step = self.communicator, self.recorder.step
+        assert comm is not None, "of which they are"
+        self.rank, self.size = comm.rank, comm.size
+        self.recorder.gave("the first bucket", now, repeated=False, step=step)
+        self.recorder.explain_changes(None, comm.notes[-1:])
+        without = tuple(rank for rank, seat in enumerate(before) if seat not in now)
+        if without:
+            self.shrunk = (*self.shrunk, Shrunk(step, without, len(before), len(now), lost))
+        if self._on_change is not None and len(before) != len(now):
+            self._on_change(len(before), len(now))
+
     def _leave(self) -> None:
         """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""
         if self._own is not None and dist.is_initialized() and self.size == dist.get_world_size():
@@ -417,6 +567,8 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
+    if not state._registered:
+        raise UsageError("with on_failure='shrink' the model is looked at first; write state.register(model)")
     if (model := _joined(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)

@@ -15,7 +15,7 @@ Everything stays where the gradients are, on a GPU in its memory; only a checkpo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -237,6 +237,18 @@ class ParameterResiduals:
         waiting = {number: kept.copy(host) for number, kept in self._waiting.items()}
         found = _together(waiting, there)
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
+
+    def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
+        """What goes back to all that is kept now, as often as it is called; and copies of the residuals on the host."""
+        state, layouts, waiting = self._communicator.sparse_state(), dict(self._layouts), dict(self._waiting)
+
+        def back() -> None:
+            self._communicator.restore_sparse_state(state)
+            self._layouts, self._waiting = dict(layouts), dict(waiting)
+
+        lines = {key: [one["residual"] for one in listed] for key, listed in state.items()}
+        lines |= {f"parameter {number}": [one.residual.cpu().numpy()] for number, one in waiting.items()}
+        return back, lines
 
     def drop_waiting(self) -> dict[int, Kept]:
         """Give up what no bucket has taken yet, and return it."""

@@ -7,6 +7,11 @@ environment variable TOPOPLAN_PLAN names, or it is made from what the job runs o
 file that is no plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves
 tensors between GPUs: auto, windows or messages, as for `Communicator`.
 
+With TOPOPLAN_ON_FAILURE=shrink the default group goes on without a rank that dies, where all tensors are on the CPU:
+what runs by plan is repeated among the ranks that are left (`Communicator`), and beneath it they make a new group of
+gloo, since torch can take no member out of one. `rank` and `size` change, so that what divides by the number of ranks
+goes on right, as DDP does. Groups of some of its ranks do not go on: torch keeps their ranks by the old numbers.
+
 Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
 both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
 right after an allreduce by plan in the background could meet that allreduce on another rank. So messages of plans have
@@ -33,9 +38,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from collectives.arrays.torch_arrays import DTYPES
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
-from collectives.backends.torch.open_group import PATIENCE
+from collectives.backends.torch.open_group import PATIENCE, gloo_among, gloo_over
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.peers.error_rounds import Gather, say_all
 from collectives.reduction import reduction
 from collectives.torch.futures import PlannedWork, future_of
 from collectives.torch.group_plan import agreed_file, gather_over
@@ -51,6 +57,7 @@ OPERATIONS = (
 """What plans reduce by."""
 
 ENGINE = "TOPOPLAN_ENGINE"
+ON_FAILURE = "TOPOPLAN_ON_FAILURE"
 
 DELEGATED = (
     "_end_coalescing",
@@ -112,12 +119,15 @@ class PlannedGroup(dist.ProcessGroup):
         None until the first collective, and where no plan fits.
     reason : str
         Why no plan fits; empty where one does.
+    goes_on : bool
+        Whether it goes on without a rank that dies, once its first collective has run.
     """
 
     def __init__(self, groups: InnerGroups, *, timeout: timedelta) -> None:
         inner = groups.others
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         self.inner = inner
+        self._lost: list[dist.ProcessGroup] = []
         for device in inner._device_types:  # else it has no name, by which a DeviceMesh finds it
             kind = dist.ProcessGroup.BackendType.CUSTOM
             self._register_backend(device, kind, inner._get_backend(device))
@@ -125,11 +135,22 @@ class PlannedGroup(dist.ProcessGroup):
         self.served = groups.served
         self.communicator: Communicator | None = None
         self.reason = ""
+        self.goes_on = False
         self._timeout = timeout.total_seconds()
 
     def getBackendName(self) -> str:  # torch names it so
         """The name of the back end."""
         return "topoplan"
+
+    def rank(self) -> int:
+        """This process's rank among those that are left."""
+        return self.inner.rank()
+
+    def size(self) -> int:
+        """How many ranks are left."""
+        return self.inner.size()
+
+    getRank, getSize = rank, size  # as torch asks from C++
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce a tensor over all ranks, in place."""
@@ -260,6 +281,7 @@ class PlannedGroup(dist.ProcessGroup):
         if self.carrier is not self.inner:
             self.carrier.shutdown()
         self.inner.shutdown()
+        self._lost.clear()
 
     def abort(self) -> None:
         """Abort what is under way, by plan or not."""
@@ -347,18 +369,55 @@ class PlannedGroup(dist.ProcessGroup):
         if self.communicator is None and not self.reason:
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
             gather = gather_over(self.inner, device)
+            on_failure = agreed_on_failure(gather) if self is dist.group.WORLD else "raise"
             verdict = agreed_file(self, gather)
             self.reason = verdict.reason
             if verdict.plan is None:
+                if on_failure == "shrink":
+                    raise UsageError(
+                        f"{ON_FAILURE}=shrink is for collectives by plan, and there is none: {self.reason}"
+                    )
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
                 with ExitStack() as on_error:
                     engine = os.environ.get(ENGINE) or "auto"
-                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
+                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine, left=self._go_on)
                     on_error.callback(backend.close)
-                    self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
+                    self.communicator = Communicator(
+                        verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
+                    )
                     on_error.pop_all()
+                self.goes_on = on_failure == "shrink"
         return self.communicator is not None
+
+    def _go_on(self, gather: Gather, rank: int, size: int, local: str) -> None:
+        """Make a new group beneath with the ranks that are left."""
+        group = gloo_among(gather, rank=rank, size=size, local=local, timeout=self._timeout)
+        # dropped only when gloo's threads have let go, in `shutdown`
+        self._lost.append(self.inner)
+        self.inner = self.carrier = group
+
+
+def agreed_on_failure(gather: Gather) -> str:
+    """What the environment of all ranks says of failures: "raise", or "shrink"; all of them must call this.
+
+    Raises
+    ------
+    UsageError
+        It says something else, or ranks differ; on all ranks, with the same text.
+    """
+
+    def told() -> str:
+        found = os.environ.get(ON_FAILURE) or "raise"
+        if found not in ("raise", "shrink"):
+            raise UsageError(f"{ON_FAILURE} is {found!r}; use raise or shrink")
+        return found
+
+    first, *others = say_all(gather, told)
+    for rank, one in enumerate(others, start=1):
+        if one != first:
+            raise UsageError(f"rank {rank} has {ON_FAILURE}={one}, and rank 0 {first}; set it alike")
+    return first
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -422,10 +481,7 @@ def _like(tensor: torch.Tensor) -> Any:
 def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
     """The groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
     kind = dist.ProcessGroup.BackendType
-    others = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-    others._set_default_backend(kind.GLOO)
-    others._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    others = gloo_over(store, rank, size, timeout)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return InnerGroups(others, others, "cpu:gloo")
 

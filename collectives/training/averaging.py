@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -292,6 +292,10 @@ class InStepAverager(Averager):
         if memory is not None:
             memory.restore(state if fits else NOTHING)
         return told(state) if memory is None or not fits else ""
+
+    def marked(self) -> tuple[Callable[[], None], dict[str, list[NDArray[Any]]]]:
+        """What takes back what steps change from now on in what the filter keeps; and its residuals."""
+        return (lambda: None, {}) if self._memory is None else self._memory.marked()
 
     def drop_unused(self) -> str:
         """See `Averager.drop_unused`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,16 @@ class KeptMemory:
         )
         self._unused = {*self.residuals, *self.arrays}
         self._since = 0
+
+    def marked(self) -> tuple[Callable[[], None], dict[str, list[Line]]]:
+        """What goes back to all that is kept now, as often as it is called; and the residuals, as copies."""
+        state, unused, since = self.state(), set(self._unused), self._since
+
+        def back() -> None:
+            self.restore(state)
+            self._unused, self._since = set(unused), since
+
+        return back, state["residuals"]
 
     def end_step(self) -> None:
         """A step is over; after the third since a restore, what has found no use is dropped with a warning."""

@@ -3,7 +3,9 @@
 Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
 ``OVERLAP``, ``GRAPHS``, ``ENGINE`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that
 ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and
-replayed, and say in how many seconds the error came; the communicator is unusable behind them.
+replayed, and say in how many seconds the error came; the communicator is unusable behind them. ``shrink`` and ``leave``
+come after such calls too: the last rank is killed, or left out and let in again, and the others go on, and say how and
+in how many seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
 
 COUNTS = (0, 7, 1000003)
+AFTERWARDS = (0, 7, 100_003)
+"""Elements of collectives, before a rank is lost and behind."""
+
 ROUNDS = 4
 """The first call runs step by step, the second is captured, the rest are replayed."""
 
@@ -259,8 +264,60 @@ def die(comm: Communicator, rank: int) -> None:
     """The last rank kills itself after a graph was replayed; every other rank raises."""
     given, out = _replayed(comm)
     if rank == comm.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        killed()
     _raises("die", rank, lambda: comm.all_reduce(given, out=out))
+
+
+def killed() -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shrink(comm: Communicator, rank: int) -> None:
+    """The last rank kills itself after a graph was replayed; the others go on."""
+    given, out = _replayed(comm)
+    if rank == comm.size - 1:
+        killed()
+    started = time.monotonic()
+    try:
+        comm.all_reduce(given, out=out)
+    except TopoplanError:
+        _goes_on(comm, "shrink", started, ())
+        return
+    raise AssertionError(f"rank {rank}: shrink: no error")
+
+
+def leave(comm: Communicator, rank: int) -> None:
+    """The last rank is left out after a graph was replayed, though nothing is amiss; the others go on and let it in."""
+    _replayed(comm)
+    size = comm.size
+    invitation = comm.gather_texts(comm.invitation)[0]
+    if rank == size - 1:
+        comm.close()
+        with Communicator.join(invitation) as again:
+            check(again, rank, AFTERWARDS)
+        return
+    _goes_on(comm, "leave", time.monotonic(), (size - 1,))
+    while not comm.grow():
+        time.sleep(0.01)
+    assert (comm.size, comm.epoch) == (size, 2), f"{comm.size} ranks, epoch {comm.epoch}"
+    check(comm, rank, AFTERWARDS)
+    say(f"rank {rank}: back: {comm.engine}; {comm.notes[-1]}")
+
+
+def _goes_on(comm: Communicator, task: str, started: float, without: tuple[int, ...]) -> None:
+    """Go on at the first attempt, by what this NCCL can do, with the bits of the loopback."""
+    size = comm.size
+    comm.shrink(without=without or None)
+    seconds = time.monotonic() - started
+    assert (comm.size, comm.epoch) == (size - 1, 1), f"{comm.size} ranks, epoch {comm.epoch}"
+    backend: Any = comm._open().backend  # type: ignore[attr-defined]
+    shrinking, shrunk = backend.library.shrinking, backend._connections.shrunk
+    able = shrinking is not None and (bool(without) or shrinking.revokes)
+    assert shrunk == able, f"ncclCommShrink was {'' if shrunk else 'not '}used"
+    check(comm, comm.rank, AFTERWARDS)
+    how = "ncclCommShrink" if shrunk else "a new id"
+    say(f"rank {comm.rank}: {task}: {seconds:.3f} s by {how}, {comm.engine}; {comm.notes[-1]}")
 
 
 def close(comm: Communicator, rank: int) -> None:
@@ -302,6 +359,8 @@ TASKS: dict[str, Callable[[Communicator, int], None]] = {
     "time": measure,
     "refuse": refuse,
     "die": die,
+    "shrink": shrink,
+    "leave": leave,
     "graph": graph,
     "close": close,
 }

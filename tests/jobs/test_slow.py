@@ -134,6 +134,33 @@ def test_a_link_that_is_fast_again_is_used_again(left: dict[tuple[int, int], flo
 
 
 @pytest.mark.thorough
+def test_the_ranks_that_are_left_are_planned_for_with_the_slow_links(
+    left: dict[tuple[int, int], float],
+) -> None:
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:
+            added(comm, rank, EVERY)
+            falls(backend, left, 0.1, SLOW)
+            added(comm, rank, 3 * EVERY + 1)
+            if rank == 2:
+                return None
+            comm.shrink(without=[2])
+            assert comm.slow == ()
+            assert np.array_equal(comm.all_reduce(np.full(COUNT, rank + 1.0)), np.full(COUNT, 7.0))
+            return {
+                f"{link.src}->{link.dst}": link.bandwidth
+                for link in comm.plan.topology.links
+                if link.bandwidth < 25 and link.channel == "nvlink"
+            }
+
+    first, second, gone, fourth = backends_in_threads(4, body, pace=PACE)
+    assert gone is None
+    assert first == second == fourth
+    assert set(first) <= {"gpu0->gpu3", "gpu3->gpu0"}
+    assert first
+
+
+@pytest.mark.thorough
 def test_nothing_is_planned_anew_where_all_links_are_slow(left: dict[tuple[int, int], float]) -> None:
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:

@@ -214,14 +214,16 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
     def query_stream(ptr: int) -> int:
         machine.advance(machine.random.randrange(1, 6))
-        return machine.fault or (NOT_READY if by_address[ptr].queue else 0)
+        fault = machine.fault or machine.faults.get(machine.device)
+        return fault or (NOT_READY if by_address[ptr].queue else 0)
 
     def query_event(ptr: int) -> int:
         event = events[ptr]
         if event.node is not None:
             return CAPTURED_EVENT
         machine.advance(machine.random.randrange(1, 6))
-        return machine.fault or (0 if event.unit is None or event.unit.done else NOT_READY)
+        fault = machine.fault or machine.faults.get(machine.device)
+        return fault or (0 if event.unit is None or event.unit.done else NOT_READY)
 
     def check_status(status: int) -> None:
         if status:

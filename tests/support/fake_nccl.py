@@ -24,6 +24,9 @@ from typing import Any
 
 from tests.support.fake_streams import Unit
 
+REVOKE_SECONDS = 0.2
+"""Until what was under way has ended."""
+
 UINT8 = 1
 VERSION = (2, 30, 3)
 
@@ -49,8 +52,17 @@ class Result(IntEnum):
     """States of a communicator."""
 
     Success = 0
+    InvalidArgument = 4
+    InvalidUsage = 5
     RemoteError = 6
     InProgress = 7
+
+
+class CommShrinkFlag(IntEnum):
+    """How a communicator is shrunk."""
+
+    DEFAULT = 0
+    ABORT = 1
 
 
 @dataclass(slots=True)
@@ -76,6 +88,8 @@ class World:
     receives: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
     windows: dict[int, dict[int, int]] = field(default_factory=dict)
     """Of each window the address on each rank."""
+    shrunk: dict[tuple[int, ...], World] = field(default_factory=dict)
+    """The communicators that were made of it, by the ranks that stay."""
 
     def match(self) -> None:
         for pair, sent in self.sends.items():
@@ -91,10 +105,14 @@ class World:
 class Comm:
     """A communicator of one rank, below the faces."""
 
-    def __init__(self, machine: Any, unique_id: bytes, size: int, rank: int) -> None:
+    def __init__(
+        self, machine: Any, unique_id: bytes, size: int, rank: int, world: World | None = None
+    ) -> None:
         assert len(unique_id) == 128
         self.machine, self.rank, self.device = machine, rank, machine.device
-        self.aborted = self.destroyed = False
+        self.aborted = self.destroyed = self.revoked = False
+        self.ended = 0
+        """How often everything was ended that was under way."""
         self.captures: list[Any] = []
         self.windows: list[int] = []
         self.holding: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -103,9 +121,10 @@ class Comm:
         self.connecting: Callable[[], bool] = self.all_here
         machine.kept.append(self)
         with machine.lock:
-            self.world = machine.worlds.setdefault(unique_id, World(size))
+            self.world = machine.worlds.setdefault(unique_id, World(size)) if world is None else world
             assert self.world.size == size
-            assert rank not in self.world.here
+            if rank in self.world.here:
+                machine.misuses.append(f"rank {rank}: comes a second time")
             self.world.here.add(rank)
 
     def all_here(self) -> bool:
@@ -127,6 +146,46 @@ class Comm:
     def end(self) -> None:
         self.user = None
 
+    def busy(self) -> bool:
+        """Whether messages are under way."""
+        with self.machine.lock:
+            return any(
+                isinstance(unit, Group) and unit.comm is self and not unit.done
+                for stream in self.machine.streams
+                for unit in stream.queue
+            )
+
+    def revoke(self) -> Result:
+        """End what is under way; ready again a little later."""
+        if self.revoked or self.destroyed:
+            return Result.InvalidArgument
+        self.begin()
+        self.revoked, self.ended = True, self.ended + 1
+        quiet = time.monotonic() + REVOKE_SECONDS
+        self.connecting = lambda: time.monotonic() > quiet
+        self.end()
+        return Result.Success
+
+    def shrink(self, without: list[int], flag: int) -> Comm | Result:
+        """A communicator of all ranks but some; this one is not ready before that is."""
+        if not without or self.rank in without:
+            return Result.InvalidArgument
+        if flag == CommShrinkFlag.ABORT:
+            self.ended += 1
+        elif self.busy():
+            self.machine.misuses.append(f"rank {self.rank}: shrinks beside what is under way")
+        if not self.ready():
+            return Result.InvalidArgument
+        self.begin()
+        stay = tuple(rank for rank in range(self.world.size) if rank not in without)
+        with self.machine.lock:
+            world = self.world.shrunk.setdefault(stay, World(len(stay)))
+        child = Comm(self.machine, bytes(128), len(stay), stay.index(self.rank), world)
+        # where this one is aborted the other one is there too, and is of no use
+        self.connecting = child.connecting = lambda: self.aborted or child.all_here()
+        self.end()
+        return child
+
     def leave(self, word: str) -> None:
         """Abort or destroy: waits, without looking at anything else, until no graph holds messages of it."""
         self.begin()
@@ -144,9 +203,12 @@ class Group(Unit):
         self.comm = comm
         self.calls = calls
         self.posted = False
+        self.ended = comm.ended
 
     def progress(self) -> bool:
-        if self.comm.aborted:
+        captured = any(message.capture is not None for _, _, message in self.calls)
+        deaf = captured and self.comm.machine.deaf_graphs
+        if self.comm.aborted or (self.ended != self.comm.ended and not deaf):
             return True
         world, rank = self.comm.world, self.comm.rank
         if not self.posted:
@@ -177,6 +239,7 @@ class Groups:
     ) -> None:
         comm.begin()
         assert not comm.destroyed
+        assert not comm.revoked, "ncclInvalidUsage"
         assert 0 <= peer < comm.world.size
         assert datatype == UINT8
         assert nbytes > 0
@@ -279,11 +342,20 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         """As ``nccl.bindings.nccl.Comm``."""
 
         def __init__(self, ptr: int = 0) -> None:
-            self.comm = comms[ptr]
+            self.comm: Any = comms.get(ptr)
 
     class Communicator:
         def __init__(self, ptr: int | None = None) -> None:
-            self.ptr = ptr or 0
+            self._ptr = ptr or 0
+            self._coming: Comm | None = None
+
+        @property
+        def ptr(self) -> int:
+            """0 until NCCL has made it of another one."""
+            if self._coming is not None and self._coming.ready():
+                comms[id(self._coming)] = self._coming
+                self._ptr, self._coming = id(self._coming), None
+            return self._ptr
 
         @classmethod
         def init(cls, nranks: int, rank: int, unique_id: UniqueId, config: Any = None) -> Communicator:
@@ -298,6 +370,23 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         def destroy(self) -> None:
             self._leave("destroyed")
 
+        def revoke(self, flags: int = 0) -> None:
+            assert flags == 0
+            check(comms[self.ptr].revoke())
+
+        def shrink(
+            self,
+            exclude_ranks: Any = None,
+            config: Any = None,
+            flag: CommShrinkFlag = CommShrinkFlag.DEFAULT,
+        ) -> Communicator:
+            made = comms[self.ptr].shrink(list(exclude_ranks or ()), flag)
+            if isinstance(made, Result):
+                check(made)
+            child = Communicator()
+            child._coming = made  # type: ignore[assignment]
+            return child
+
         def get_async_error(self) -> Result:
             if not self.ptr:
                 raise NcclInvalid("Cannot get async error: Communicator not initialized")
@@ -311,7 +400,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         def _leave(self, word: str) -> None:
             if self.ptr:
                 comms[self.ptr].leave(word)
-                self.ptr = 0
+                self._ptr = 0
 
         @property
         def device_api_support(self) -> bool:
@@ -324,6 +413,10 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         @property
         def multimem_support(self) -> bool:
             return bool(machine.windows[1])
+
+    def check(result: Result) -> None:
+        if result is not Result.Success:
+            raise NCCLError(result.name)
 
     class Window:
         """As ``nccl.bindings.nccl.Window``: its handle is there when all ranks have registered."""
@@ -373,6 +466,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
     major, minor, micro = VERSION
     release = SimpleNamespace(major=major, minor=minor, micro=micro)
     vars(core).update(
+        CommShrinkFlag=CommShrinkFlag,
         Communicator=Communicator,
         NCCLConfig=lambda *, blocking: SimpleNamespace(blocking=blocking),
         NcclInvalid=NcclInvalid,

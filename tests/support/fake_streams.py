@@ -114,6 +114,8 @@ class Machine:
     ----------
     fault : int
         CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
+    faults : dict of int to int
+        So for one GPU.
     misuses : list of str
         What NCCL forbids and was done.
     message_bytes : dict of bool to int
@@ -124,6 +126,8 @@ class Machine:
         Whether NCCL has windows among them, and multicast addresses of these.
     teams : int
         Into how many sets NCCL takes GPUs to fall that reach each other's memory.
+    deaf_graphs : bool
+        Whether what is under way in graphs goes on when its communicator is revoked.
     ipc : bool
         Whether handles of memory open in other processes.
     opened : list of int
@@ -148,11 +152,13 @@ class Machine:
         self.worlds: dict[bytes, Any] = {}
         self.async_error = ""
         self.fault = 0
+        self.faults: dict[int, int] = {}
         self.misuses: list[str] = []
         self.message_bytes = {True: 0, False: 0}
         self.peers = False
         self.windows = (False, False)
         self.teams = 1
+        self.deaf_graphs = False
         self.ipc = True
         self.opened: list[int] = []
         self.room = 1 << 34
@@ -185,7 +191,7 @@ class Machine:
     def _one(self) -> bool:
         heads = []
         for stream in self.streams:
-            while stream.queue:
+            while stream.queue and stream.device_id not in self.faults:
                 ready = stream.queue[0].runnable()
                 if not stream.queue[0].done:
                     heads += ready
@@ -201,8 +207,9 @@ class Machine:
         """Run what can run until this holds."""
         end = time.monotonic() + PATIENCE
         while not done():
-            if self.fault:
-                raise CUDARuntimeError(f"cudaError {self.fault}")
+            fault = self.fault or self.faults.get(self.device, 0)
+            if fault:
+                raise CUDARuntimeError(f"cudaError {fault}")
             self.advance()
             if done():
                 return

@@ -76,6 +76,20 @@ def check_loopback(
                 _same_arrays(found, methods(plain)[collective](arrays), f"{collective} of {count}")
 
 
+def check_shrink(cupy: Any, count: int = 100_003) -> None:
+    """Ranks are left out one after the other, until one is left."""
+    plan = forest_plan(4, "allreduce", "binary")
+    arrays = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(4)]
+    with Communicator(plan, "loopback-gpu") as comm, Communicator(plan) as plain:
+        for gone in (1, 0, 1):
+            del arrays[gone]
+            for one in (comm, plain):
+                one.shrink(without=[gone])
+            for _ in range(3):
+                found = comm.all_reduce([cupy.asarray(array) for array in arrays])
+                _same_arrays(found, plain.all_reduce(arrays), f"the sum of {len(arrays)} ranks")
+
+
 def _same_arrays(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert (one is None) == (other is None), what

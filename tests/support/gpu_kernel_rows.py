@@ -278,6 +278,13 @@ def loopback(graphs: bool) -> str:
     return f"{len(SHAPES)} shapes of trees, {len(COLLECTIVES)} collectives, 8 ranks, the bits of loopback"
 
 
+def shrunk() -> str:
+    from tests.support.gpu_exchange_checks import check_shrink
+
+    check_shrink(cupy_here())
+    return "4 ranks, 3, 2 and 1, the bits of loopback"
+
+
 def operations() -> str:
     from tests.support.gpu_exchange_checks import OPERATIONS, check_operation
 

@@ -19,6 +19,9 @@ ERROR_SECONDS = 10.0
 
 CLOSE_SECONDS = 4.0
 
+GO_ON_SECONDS = 20.0
+"""In which the ranks that are left must have gone on: a second for doubts, the rest for what NCCL and CUDA set up."""
+
 SUBSET = "small-subset"
 """The row that the sanitizer runs."""
 
@@ -107,7 +110,7 @@ def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: o
     if refused:
         raise CannotRun(f"NCCL does not run {count} ranks on this GPU: {refused}")
     print(text)
-    assert ended or "die" in tasks, last_line(text)
+    assert ended or {"die", "shrink"} & {*tasks.split(",")}, last_line(text)
     return text
 
 
@@ -144,6 +147,24 @@ def failure_of(
     return {
         "text": f"every rank left raised within {raised:.3f} s and closed within {closed:.3f} s",
         "raised": raised,
+        "closed": closed,
+    }
+
+
+def going_on(
+    count: int, task: str, *, shared: bool, timeout: float = 90.0, **settings: object
+) -> dict[str, Any]:
+    """How soon, and how, all ranks but the last have gone on without it, and whether it came back where it can."""
+    count = count or min(8, driver()[1])
+    text = ranks(count, f"{task},close", shared=shared, timeout=timeout, **settings)
+    left = range(count - 1)
+    seconds = seconds_of(text, task, left, GO_ON_SECONDS)
+    closed = seconds_of(text, "close", left, CLOSE_SECONDS)
+    back = said(text, "back")
+    assert task != "leave" or len(back) == len(left), f"ranks {sorted(back)} have seen it come back"
+    return {
+        "text": "\n".join([said(text, task)[0], *list(back.values())[:1], f"closed within {closed:.3f} s"]),
+        "seconds": seconds,
         "closed": closed,
     }
 

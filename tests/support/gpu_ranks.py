@@ -52,6 +52,7 @@ def on_every_rank(
     *,
     chunk_bytes: int = 256,
     timeout: float = 10.0,
+    on_failure: str = "raise",
     **options: Any,
 ) -> list[Any]:
     """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
@@ -66,7 +67,9 @@ def on_every_rank(
                     name: value[rank] if isinstance(value, list) else value for name, value in options.items()
                 }
                 backend = NcclBackend(cupy, world, timeout=timeout, **settings)
-                with Communicator(plan, backend, chunk_bytes=chunk_bytes, timeout=timeout) as comm:
+                with Communicator(
+                    plan, backend, chunk_bytes=chunk_bytes, timeout=timeout, on_failure=on_failure
+                ) as comm:
                     results[rank] = task(comm, rank)
         except Exception as error:
             results[rank] = error

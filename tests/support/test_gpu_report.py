@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.nccl.library import find_library
 from tests import gpu_report
@@ -312,6 +313,7 @@ def test_the_rows_of_all_ranks_on_one_gpu_hold_on_the_stand_in(cupy: ModuleType)
         gpu_exchange_checks.check_loopback(cupy, "binary", "allreduce", graphs=graphs, counts=(0, 7, 10003))
     gpu_exchange_checks.check_background(cupy, 1000, 5)
     gpu_exchange_checks.check_out_of_other_streams(cupy, 1000)
+    assert gpu_kernel_rows.shrunk().startswith("4 ranks, 3, 2 and 1")
 
 
 def test_the_row_of_bfloat16_holds_on_the_stand_in(cupy: ModuleType) -> None:
@@ -403,6 +405,40 @@ def test_ranks_of_nccl_hold_what_their_tasks_check_on_the_stand_in(
     assert gpu_rank_rows.seconds_of(text, "refuse", range(2), 10.0) < 10
     assert gpu_rank_rows.seconds_of(text, "close", range(2), 4.0) < 4
     assert "times ncclAllReduce's" in gpu_rank_rows.said(text, "allreduce")[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", ["shrink", "leave"])
+def test_ranks_of_nccl_that_go_on_hold_what_their_tasks_check_on_the_stand_in(
+    machine: Machine,
+    cupy: ModuleType,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+) -> None:
+    machine.gpus = 3
+
+    class Killed(Exception):
+        pass
+
+    def killed() -> None:
+        raise Killed
+
+    monkeypatch.setattr(nccl_rank, "killed", killed)
+    monkeypatch.setattr(nccl_rank, "AFTERWARDS", (0, 7, 3001))
+
+    def work(comm: Communicator, rank: int) -> None:
+        nccl_rank.TASKS[task](comm, rank)
+        nccl_rank.close(comm, rank)
+
+    found = on_every_rank(cupy, topoplan.plan(topoplan.load("dgx-1v"), gpus=range(3)), work)
+    assert found[:2] == [None, None]
+    assert isinstance(found[2], Killed) == (task == "shrink")
+    text = capfd.readouterr().out
+    monkeypatch.setattr(nccl_rank, "start", lambda *_, **__: (task == "leave", text))
+    told = gpu_rank_rows.going_on(3, task, shared=False)
+    assert re.match(r"[\d.]+ s by ncclCommShrink, .*; epoch 1: without rank 2: 2 ranks", told["text"])
+    assert ("epoch 2: with rank 2 again" in told["text"]) == (task == "leave")
 
 
 def test_ranks_that_are_slow_or_silent_fail_their_row() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,7 +21,7 @@ import topoplan
 from tests.support import fake_cupy as wires
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import fake_cupy
-from tests.support.fake_nccl import Groups, nccl4py_modules, nccl_faces, nccl_module
+from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces, nccl_module
 from tests.support.fake_streams import Machine
 
 OWN = {
@@ -45,6 +47,70 @@ for name in json.load(sys.stdin):
     if found is missing:
         missing.append(name)
 print(json.dumps(missing))
+"""
+
+
+SHRINKS_LATE = r"""
+#include <pthread.h>
+#include <stdio.h>
+#include <unistd.h>
+typedef int ncclResult_t;
+typedef struct ncclComm { ncclResult_t state; } *ncclComm_t;
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef void ncclConfig_t;
+static struct ncclComm parent, child;
+static ncclComm_t *room;
+ncclResult_t ncclGetVersion(int *version) { *version = 23003; return 0; }
+const char *ncclGetErrorString(ncclResult_t result) { return "an error"; }
+const char *ncclGetLastError(ncclComm_t comm) { return ""; }
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId* commIds,
+                                      ncclConfig_t* config) {
+    *newcomm = &parent;
+    return 0;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError) {
+    *asyncError = comm->state;
+    return 0;
+}
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
+    printf("revoke %d\n", revokeFlags);
+    return fflush(stdout);
+}
+static void *later(void *nothing) {
+    usleep(200000);
+    *room = &child;
+    parent.state = 0;
+    return nothing;
+}
+ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t* newcomm,
+                            ncclConfig_t* config, int shrinkFlags) {
+    pthread_t thread;
+    printf("shrink without %d %d of %d, flags %d\n", excludeRanksList[0], excludeRanksList[1], excludeRanksCount,
+           shrinkFlags);
+    *newcomm = 0, room = newcomm, comm->state = 7;
+    return fflush(stdout) + pthread_create(&thread, 0, later, 0) + 7;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    printf("abort %s\n", comm == &child ? "child" : "parent");
+    return fflush(stdout);
+}
+"""
+"""A libnccl with the prototypes of nccl.h and the manners of NCCL: a communicator that is shrunk is there later."""
+
+SHRINKS = """
+import time
+from collectives.backends.nccl.library import find_library
+library = find_library(None, name="nccl4py")
+parent = library.connect(3, 0, bytes(128))
+assert parent.ready()
+library.shrinking.revoke(parent)
+child, looks = library.shrinking.shrink(parent, [2, 1]), 0
+while not child.ready():
+    looks += 1
+    time.sleep(0.01)
+print(looks > 2, child.handle.handle not in (0, parent.handle.handle), flush=True)
+parent.abort()
+child.abort()
 """
 
 
@@ -160,11 +226,57 @@ def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
     assert not bindings.Window().handle
     for state in below.Result:
         assert bindings.Result[state.name] == state
+    for flag in made.CommShrinkFlag:
+        assert core.CommShrinkFlag[flag.name] == flag
+    # of a communicator that NCCL makes of another one the handle is read when it is there
+    assert core.Communicator().ptr == 0
+    assert inspect.signature(core.Communicator.revoke).parameters["flags"].default == 0
     assert core.NCCLConfig(blocking=False).blocking is False
     assert int(core.UINT8) == made.UINT8
     assert bytes(core.UniqueId.from_bytes(bytes(range(128)))) == bytes(range(128))
     assert bindings.Comm(0).handle == 0
     bindings.check_status(bindings.Result.InProgress)  # no error: the communicator is not ready yet
+
+
+def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
+    """With the genuine bindings: what is made of a communicator is found where NCCL writes it, when it does."""
+    pytest.importorskip("nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a library in C is compared with nccl4py: install cc")
+    (tmp_path / "nccl.c").write_text(SHRINKS_LATE)
+    command = [compiler, "-shared", "-fPIC", "-o", "libnccl.so.2", "nccl.c", "-lpthread"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINKS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "revoke 0",
+        "shrink without 1 2 of 2, flags 1",
+        "True True",
+        "abort parent",
+        "abort child",
+    ]
+
+
+def test_the_library_in_c_has_the_prototypes_and_flags_of_ncclh() -> None:
+    header = find_spec("nvidia.nccl")
+    if header is None or not header.submodule_search_locations:
+        pytest.skip("compared with nccl.h: pip install nvidia-nccl-cu12")
+    text = (Path(header.submodule_search_locations[0]) / "include" / "nccl.h").read_text(encoding="utf-8")
+    prototypes = re.findall(r"^(?:ncclResult_t|const char) .*?\)", SHRINKS_LATE, re.MULTILINE | re.DOTALL)
+    assert len(prototypes) == 8
+    for prototype in prototypes:
+        assert "".join(prototype.split()) in "".join(text.split()), prototype
+    for flag in CommShrinkFlag:
+        assert re.search(rf"#define NCCL_SHRINK_{flag.name} 0x{flag.value:02x}\b", text)
+    assert "#define NCCL_REVOKE_DEFAULT 0x00" in text
+    for state in Result:
+        number = re.search(rf"\bnccl{state.name}\s*=\s*(\d)", text)
+        assert number is not None
+        assert int(number[1]) == state
 
 
 def test_the_fakes_stand_where_the_genuine_modules_are() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays
-from collectives.backends.backend import Call, RankArrays
+from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.stepped.moves import chunks_together, moves_of
 from collectives.backends.stepped.places import places_of
 from collectives.kernels.launching import DeviceWork
@@ -102,6 +102,19 @@ class LoopbackGpu:
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
         return value
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        return [
+            LoopbackGpu(
+                self._cupy,
+                len(group),
+                device=self.arrays.device,
+                step_bytes=self._step_bytes,
+                graphs=self._graphs,
+            )
+            for group in groups
+        ]
 
     def close(self) -> None:
         """See `Backend.close`."""

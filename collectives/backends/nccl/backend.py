@@ -31,6 +31,7 @@ from collectives.backends.nccl.connections import (
     DESTROY_SECONDS,
     Connections,
     Guard,
+    Parent,
     prepare,
 )
 from collectives.backends.nccl.engine import BLOCKS, KEPT, SLOT_BYTES, Engine, Placed
@@ -40,11 +41,13 @@ from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decis
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.lowering.transfer_table import Given
+from collectives.peers.error_rounds import Gather
 from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
 from collectives.peers.signature import Signature
+from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.units import format_size
 
@@ -71,6 +74,9 @@ CAPTURED_ALONE = "some ranks capture this collective in a graph and others run i
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """What Open MPI and MPICH set for the processes that they start."""
+
+_in_graphs: list[Engine] = []
+"""Those whose kernels are in a graph of the caller's, where they read that they have to end: kept with the process."""
 
 Layout = tuple[Any, int, Given, tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
@@ -112,11 +118,20 @@ class NcclBackend(OneRank):
         Of each GPU's memory for windows: half of it for slots and flags, the other half for arrays of `empty`.
     exact : bool
         Sums have the plan's bits. Else a switch adds floating-point numbers where it can, in an order of its own.
+    arrays : CupyArrays, optional
+        Of another back end of this rank, on the same GPU; by default new ones.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; by default new ones, where ranks meet at a rendezvous.
+        This closes them.
+    parent : Parent, optional
+        The communicator of those ranks, of which this one's may be made.
 
     Attributes
     ----------
     about_engine : str
         Which engine it is, and why no better one; the same on all ranks.
+    survivors : Survivors or None
+        None also where this rank's GPU has failed: the others go on without it.
 
     Raises
     ------
@@ -148,6 +163,9 @@ class NcclBackend(OneRank):
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
         exact: bool = True,
+        arrays: CupyArrays | None = None,
+        survivors: Survivors | None = None,
+        parent: Parent | None = None,
     ) -> None:
         if region_bytes < 2 * UNIT or region_bytes % UNIT:
             raise UsageError(
@@ -168,7 +186,8 @@ class NcclBackend(OneRank):
         self.rank = world.rank
         self.size = world.size
         self.ranks: tuple[int, ...] = (world.rank,)
-        self.arrays = CupyArrays(cupy, device)
+        self.arrays = CupyArrays(cupy, device) if arrays is None else arrays
+        self.survivors: Survivors | None = None
         self._cupy: Any = cupy
         self._gpu = partial(cupy.cuda.Device, self.arrays.device)
         self._named = _ranges()
@@ -198,12 +217,16 @@ class NcclBackend(OneRank):
         self._closed = False
         with self.arrays.here():
             self._lanes = Lanes(cupy, self.arrays.kernels, most=MOST_LANES)
-        self._connections = Connections(self.library, cupy, world, device=self.arrays.device, timeout=timeout)
+        self._connections = Connections(
+            self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
+        )
         self._guard = Guard(world, self._connections, timeout=timeout)
         self._engine: Engine | None = None
         try:
             self._connections.have(1)
             self.about_engine = self._open_engine(region_bytes)
+            self.survivors = self._survivors() if survivors is None else survivors
+            self._connections.keeps = self.survivors is not None
         except BaseException as error:
             self._end(self._failure(error))
             self.close()
@@ -248,27 +271,101 @@ class NcclBackend(OneRank):
             world.close()
             raise
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return self._alike
+
+    @classmethod
+    def among(
+        cls,
+        gather: Gather,
+        members: Sequence[int],
+        cupy: ModuleType,
+        *,
+        rank: int,
+        local: str,
+        timeout: float,
+        **options: Any,
+    ) -> NcclBackend:
+        """The back end of a group of ranks that tell each other texts; the first of them hosts where they meet.
+
+        Parameters
+        ----------
+        gather : callable
+            An allgather of texts among all ranks that make such a group at this time.
+        members : sequence of int
+            The ranks of this one's group, by their place in what is gathered; they are counted anew in this order.
+        cupy : module
+        rank : int
+            This rank among those that gather.
+        local : str
+            The address of this machine at which the others reach it.
+        timeout : float
+        **options
+            Further ones of `NcclBackend`.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As where a back end is made.
+        """
+        address, place = meeting_within(gather, members, rank=rank, local=local)
+        world: TcpWorld | None = None
+        try:
+            world = TcpWorld(address, members.index(rank), len(members), timeout=timeout)
+            made = cls(cupy, world, timeout=timeout, **options)
+        except BaseException:
+            for one in (world, place):
+                if one is not None:
+                    one.close()
+            raise
+        if place is not None:
+            made._then.append(place.close)
+        return made
+
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         """See `Splits.split`; with the settings of this one."""
         if not isinstance(self._world, TcpWorld):
             raise UsageError(
                 "ranks that meet over MPI are not split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
             )
-        members = group_of(groups, self.rank)
-        local = self._world.control.local
-        address, place = meeting_within(self.gather_texts, members, rank=self.rank, local=local)
-        try:
-            world = TcpWorld(address, members.index(self.rank), len(members), timeout=self._timeout)
-            made = NcclBackend(
-                self._cupy, world, device=self.arrays.device, timeout=self._timeout, **self._alike
-            )
-        except BaseException:
-            if place is not None:
-                place.close()
-            raise
-        if place is not None:
-            made._then.append(place.close)
+        made = NcclBackend.among(
+            self.gather_texts,
+            group_of(groups, self.rank),
+            self._cupy,
+            rank=self.rank,
+            local=self._world.control.local,
+            timeout=self._timeout,
+            device=self.arrays.device,
+            **self._alike,
+        )
         return [made]
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`; with the settings of this one, and behind all that callers have told the GPU."""
+        survivors = self.survivors
+        assert survivors is not None, "looked at before"
+        # where ranks have come and none has gone, all that know the memory give it up at this time
+        self._leave(together=size >= self.size)
+        try:
+            return NcclBackend.among(
+                gather,
+                range(size),
+                self._cupy,
+                rank=rank,
+                local=survivors.local,
+                timeout=self._timeout,
+                arrays=self.arrays,
+                survivors=survivors,
+                parent=self._connections.parent,
+                **self._alike,
+            )
+        except Exception as error:
+            self._stay_out_if_failed()
+            if isinstance(error, TopoplanError):
+                raise
+            raise BackendError(in_words(error), rank=rank) from error
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
@@ -308,7 +405,12 @@ class NcclBackend(OneRank):
     def writes(self, array: Any) -> bool:
         """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
         inside = self.holds(array.data.ptr, array.nbytes)
-        return inside or (self._engine is not None and _captures(self._users_stream()))
+        return inside or (self._engine is not None and self.captures)
+
+    @property
+    def captures(self) -> bool:
+        """See `Captures.captures`."""
+        return _captures(self._users_stream())
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether memory is of `memory`, where results may be written at once."""
@@ -316,19 +418,49 @@ class NcclBackend(OneRank):
 
     def close(self) -> None:
         """See `Backend.close`."""
+        self._leave(together=True, ends=True)
+        self._connections.let_go()
+        if self.survivors is not None:
+            self.survivors.close()
+
+    def _leave(self, *, together: bool, ends: bool = False) -> None:
+        """Leave the other ranks; where it ``ends`` for all of them, no communicator stays."""
         if self._closed:
             return
         self._closed = True
         self._guard.close()
         if self._guard.error is None:
-            self._leave_engine(together=True)
-            self._connections.give_up()
+            self._leave_engine(together=together)
+            if ends:
+                self._connections.give_up()
+            else:
+                self._connections.abort(idle=True)
             self._drop_graphs()
             self._connections.left(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
         for close in self._then:
             close()
+
+    def _survivors(self) -> Survivors | None:
+        """How ranks that are left find each other, where there is an address at which this one is reached."""
+        world = self._world
+        if not isinstance(world, TcpWorld):
+            return None
+        return Survivors.of(
+            lambda text: world.texts(text, timeout=self._timeout), self.rank, world.control.local
+        )
+
+    def _stay_out_if_failed(self) -> None:
+        """Let the others go on without this rank where its GPU has failed, which no later call of CUDA's mends."""
+        runtime, survivors = self._cupy.cuda.runtime, self.survivors
+        try:
+            with self._gpu():
+                self._under_way(runtime.streamQuery(self._lanes.origin.ptr))
+        except runtime.CUDARuntimeError:
+            self.survivors = None
+            if survivors is not None:
+                survivors.close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)
@@ -440,6 +572,8 @@ class NcclBackend(OneRank):
         with self._gpu():
             # the engine itself has one array of it
             self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
+        if self._engine.in_graphs:
+            _in_graphs.append(self._engine)
 
     def _ready(self, stream: Any) -> Any:
         """An event behind what was queued so far, tables of programs too."""
@@ -593,6 +727,7 @@ class NcclBackend(OneRank):
         except BaseException as error:
             failure = self._failure(error)
             self._end(failure)
+            self._stay_out_if_failed()
             if isinstance(error, TopoplanError) or not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -612,7 +747,10 @@ class NcclBackend(OneRank):
         self._leave_engine(together=False)
         self._drop_graphs()
         self._connections.left(ABORT_SECONDS)
-        self._drain()
+        if not self._drain() and self._connections.parent is not None:
+            # where a kernel has not seen that it was to end, as one in a graph, only an abort still ends it
+            self._connections.let_go()
+            self._drain()
 
     def _drain(self) -> bool:
         """Wait until the GPU has ended what was queued, but not for long; whether it has."""
@@ -629,6 +767,13 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def own_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The GPU of a process that joins a job: number ``LOCAL_RANK`` where that is set, else the one that is current."""
+    if not environment.get("LOCAL_RANK"):
+        return None
+    return number_of(environment, "LOCAL_RANK") % int(cupy.cuda.runtime.getDeviceCount())
 
 
 def no_windows(why: str) -> UsageError:

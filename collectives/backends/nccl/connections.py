@@ -8,15 +8,23 @@ thread of its own, and us a question until it is queued; replayed graphs do not.
 Kernels and calls that wait for a peer wait without end; only aborting the communicators lets go of them. A thread
 (`Guard`) watches every collective and does so when a rank reports trouble, when NCCL reports an error of its own, or
 when no step has ended for the timeout.
+
+Where ranks may go on without others (`Connections.keeps`), the first communicator is revoked instead, if NCCL can: what
+waits on it ends too, and it stays. Those that are left then shrink it, once: NCCL takes a second attempt for the first
+one. Whatever else they have to begin with, they meet by a new id, as at the start.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +70,37 @@ def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str)
     return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
 
 
+@dataclass(slots=True, eq=False)
+class Parent:
+    """A communicator on which nothing is under way any more, for the ranks of it that are left.
+
+    Parameters
+    ----------
+    link : Link
+    name : str
+        The same on all of its ranks, and on no other communicator.
+    rank, size : int
+        Of this rank in it, and of all.
+    used : bool
+        Whether it has been shrunk, or is aborted.
+    """
+
+    link: Link
+    name: str
+    rank: int
+    size: int
+    used: bool = False
+    _aborting: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
+
+    def abort(self) -> None:
+        """Abort it, from any thread; a second time is fine, and waits for the first."""
+        with self._aborting, suppress(NcclFailed):
+            first, self._aborted, self.used = not self._aborted, True, True
+            if first:
+                self.link.abort()
+
+
 class Connections:
     """Communicators among the same ranks, as many as lanes.
 
@@ -74,11 +113,32 @@ class Connections:
         Number of this rank's GPU.
     timeout : float
         Seconds to wait for the other ranks.
+    parent : Parent, optional
+        Of which the first communicator may be made; it is aborted when that is there, or when this one is.
+
+    Attributes
+    ----------
+    keeps : bool
+        Whether the first communicator shall stay where the others are aborted, if it can: for `parent`.
+    parent : Parent or None
+        What has stayed so, of this back end or of the one before.
+    shrunk : bool
+        Whether the first communicator was made of another one.
     """
 
     def __init__(
-        self, library: Library, cupy: ModuleType, world: World, *, device: int, timeout: float
+        self,
+        library: Library,
+        cupy: ModuleType,
+        world: World,
+        *,
+        device: int,
+        timeout: float,
+        parent: Parent | None = None,
     ) -> None:
+        self.keeps = self.shrunk = False
+        self.parent = parent
+        self._name = ""
         self._library = library
         self._cupy: Any = cupy
         self._world = world
@@ -167,9 +227,19 @@ class Connections:
             self._calls.release()
         return None
 
-    def abort(self) -> None:
-        """Begin to let go of everything that waits for other ranks; from any thread, it does not wait itself."""
-        self._leave(lambda link: link.abort())
+    def abort(self, *, idle: bool = False) -> None:
+        """Begin to let go of everything that waits for other ranks; from any thread, it does not wait itself.
+
+        Where it is ``idle`` nothing is under way.
+        """
+        self._leave(lambda link: None if self._keep(link, idle) else self._drop(link))
+
+    def let_go(self) -> None:
+        """Abort what has stayed; it does not wait for long."""
+        parent, self.parent = self.parent, None
+        if parent is not None:
+            parent.used = True
+            self._apart(parent.abort).join(ABORT_SECONDS)
 
     def give_up(self) -> None:
         """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
@@ -179,34 +249,63 @@ class Connections:
         """Wait so long for what `abort` or `give_up` has begun; whether it has ended."""
         return not self._ended or self._gone.wait(seconds)
 
-    def _leave(self, how: Callable[[Link], None]) -> None:
+    def _leave(self, how: Callable[[Link], object]) -> None:
         if self._ended:
             return  # they are being left already
         self._ended = True
-
-        def one(link: Link) -> None:
-            # why the communicators end is told already, and one that cannot be freed is all that remains of it
-            with suppress(Exception), self._cupy.cuda.Device(self._device):
-                how(link)
 
         def leave() -> None:
             if self._calls.acquire(timeout=PATIENCE):
                 self._calls.release()  # whoever comes now finds that it has ended
             # side by side: kernels of one communicator may wait for another's
-            threads = [
-                threading.Thread(target=one, args=[link], name="nccl farewell", daemon=True)
-                for link in self._made
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
+            for thread in [self._apart(partial(how, link)) for link in self._made]:
                 thread.join()
             self._gone.set()
 
         threading.Thread(target=leave, name="nccl farewell", daemon=True).start()
 
-    def join(self, size: int, rank: int, unique_id: bytes) -> Link:
-        """One more communicator, with all who have its id; waits for them until it is aborted.
+    def _apart(self, leave: Callable[[], object]) -> threading.Thread:
+        """Leave a communicator in a thread of its own."""
+
+        def run() -> None:
+            # why the communicators end is told already, and one that cannot be freed is all that remains of it
+            with suppress(Exception), self._cupy.cuda.Device(self._device):
+                leave()
+
+        thread = threading.Thread(target=run, name="nccl farewell", daemon=True)
+        thread.start()
+        return thread
+
+    def _drop(self, link: Link) -> None:
+        """Abort a communicator, and before it the one of which it is made, with which NCCL would else go on."""
+        if self.parent is not None and link is self._made[0]:
+            self.parent.abort()
+        link.abort()
+
+    def _keep(self, link: Link, idle: bool) -> bool:
+        """Let a communicator stay, with nothing under way on it, if that is wanted and can be."""
+        if not self.keeps or link is not self._made[0]:
+            return False
+        shrinking = self._library.shrinking
+        if shrinking is None:
+            return False
+        if not idle:
+            if not shrinking.revokes:
+                return False
+            end = time.monotonic() + PATIENCE
+            try:
+                shrinking.revoke(link)
+                while not link.ready():
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(LOOK_SECONDS)
+            except NcclFailed:
+                return False
+        self.parent = Parent(link, self._name, self._world.rank, self._world.size)
+        return True
+
+    def join(self, begin: Callable[[], Link]) -> Link:
+        """One more communicator, with all who begin the same; waits for them until it is aborted.
 
         Raises
         ------
@@ -214,13 +313,13 @@ class Connections:
             NCCL refuses.
         """
         with self._cupy.cuda.Device(self._device):
-            link = self._library.connect(size, rank, unique_id)
+            link = begin()
             with self._calls:
                 late = self._ended
                 # so that it can be aborted while it still looks for the others
                 self._made.append(link)
             if late:
-                link.abort()
+                self._drop(link)
             while not self._ready(link):
                 time.sleep(LOOK_SECONDS)
             return link
@@ -231,13 +330,12 @@ class Connections:
 
     def _connect(self) -> None:
         """Make one more; in a thread, since NCCL may wait for all ranks without end and cannot be called back."""
-        made = self._library.unique_id() if self._world.rank == 0 else b""
-        unique_id = self._world.gather(made, timeout=self._timeout)[0]
+        begin = self._beginning()
         failure: list[BaseException] = []
 
         def join() -> None:
             try:
-                self.join(self._world.size, self._world.rank, unique_id)
+                self.join(begin)
             except Exception as error:  # of any kind: this thread has nobody else to tell
                 failure.append(error)
 
@@ -256,6 +354,31 @@ class Connections:
         if failure:
             words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
             raise self._told(f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why")
+        self.let_go()
+
+    def _beginning(self) -> Callable[[], Link]:
+        """How one more communicator begins, alike on all ranks: of the one that has stayed on all, or by a new id."""
+        world, parent, shrinking = self._world, self.parent, self._library.shrinking
+        stays = parent is not None and not parent.used
+        mine = {
+            # NCCL keeps a thread for each id until all ranks have come
+            "id": "" if world.rank or stays else self._library.unique_id().hex(),
+            "parent": [parent.name, parent.rank] if parent is not None and stays else None,
+        }
+        said = world.gather(json.dumps(mine).encode(), timeout=self._timeout)
+        self._name = self._name or hashlib.sha256(b"".join(said)).hexdigest()[:16]
+        told = [json.loads(one) for one in said]
+        if parent is not None and shrinking is not None and all(one["parent"] for one in told):
+            names, places = zip(*(one["parent"] for one in told), strict=True)
+            without = sorted({*range(parent.size)} - {*places})
+            if len({*names}) == 1 and without and list(places) == sorted(places):
+                parent.used = self.shrunk = True
+                return lambda: shrinking.shrink(parent.link, without)
+        unique_id = bytes.fromhex(told[0]["id"])
+        if not unique_id:
+            made = b"" if world.rank else self._library.unique_id()
+            unique_id = world.gather(made, timeout=self._timeout)[0]
+        return lambda: self._library.connect(world.size, world.rank, unique_id)
 
     def _ready(self, link: Link) -> bool:
         """Whether there is nothing to wait for any more."""

@@ -6,14 +6,14 @@ Communicators of nccl4py are non-blocking: a call only begins what it is for, `L
 and nothing waits inside NCCL for another rank. CuPy's are blocking: their calls can wait there without end.
 
 What not every NCCL has is a part of `Library` that can be None: `Library.windows`, memory that the GPUs of a
-communicator address themselves.
+communicator address themselves, and `Library.shrinking`, a communicator of a part of another's ranks.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -32,6 +32,10 @@ OLDEST = 22300
 
 WINDOWS = 22907
 """The first release whose windows tell addresses and say whether they can be had: 2.29.7."""
+
+SHRINKS, REVOKES = 22703, 22807
+"""The first releases that make a communicator of a part of another's ranks, and that end what is under way on one
+without freeing it: 2.27.3 and 2.28.7."""
 
 NAMES = ("auto", "nccl4py", "cupy")
 """What `find_library` takes; "auto" is nccl4py where it can be used, else CuPy."""
@@ -114,6 +118,35 @@ class Windows(Protocol):
         """
 
 
+class Shrinking(Protocol):
+    """Communicators of a part of another's ranks; raises `NcclFailed`.
+
+    Attributes
+    ----------
+    revokes : bool
+        Whether there is `revoke`, since 2.28.7.
+    """
+
+    revokes: bool
+
+    def revoke(self, link: Link) -> None:
+        """Begin to end everything that waits for other ranks; when the communicator is ready it can only be shrunk."""
+
+    def shrink(self, link: Link, without: Sequence[int]) -> Link:
+        """Begin a communicator of all ranks of another one but some, counted anew in their order.
+
+        All that stay call it, once. It shares nothing with the other one, on which everything that is under way ends.
+        That one is to be aborted when the new one is ready; or before the new one, to give this up.
+
+        Parameters
+        ----------
+        link : Link
+            Ready, and without an error.
+        without : sequence of int
+            One rank or more, this one not among them.
+        """
+
+
 class Library(Protocol):
     """NCCL in this process.
 
@@ -129,6 +162,8 @@ class Library(Protocol):
         Whether a call can wait inside NCCL for other ranks.
     windows : Windows or None
         None with CuPy's bindings, and where NCCL is older than 2.29.7.
+    shrinking : Shrinking or None
+        None with CuPy's bindings, where NCCL is older than 2.27.3, and where its calls wait.
     """
 
     name: str
@@ -136,6 +171,7 @@ class Library(Protocol):
     path: str
     waits: bool
     windows: Windows | None
+    shrinking: Shrinking | None
 
     def unique_id(self) -> bytes:
         """A new id of `ID_BYTES` bytes, which one rank makes for all."""
@@ -219,6 +255,9 @@ class _Nccl4py:
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings
         self.windows: Windows | None = _Nccl4pyWindows(core, bindings) if self.version >= WINDOWS else None
+        self.shrinking: Shrinking | None = None
+        if self.version >= SHRINKS and not self.waits:  # else it would wait for a rank that dies meanwhile
+            self.shrinking = _Nccl4pyShrinking(core, bindings, revokes=self.version >= REVOKES)
 
     def unique_id(self) -> bytes:
         with _failures(self._core, self._bindings):
@@ -239,9 +278,11 @@ class _Nccl4py:
 
 
 class _Nccl4pyLink:
-    def __init__(self, core: Any, bindings: Any, made: Any) -> None:
+    def __init__(self, core: Any, bindings: Any, made: Any, parent: _Nccl4pyLink | None = None) -> None:
         self._core, self._bindings = core, bindings
         self._made = made
+        self._parent = parent
+        """Of which NCCL makes this one, until it has."""
         # messages and windows of bare addresses, which the layer above would wrap in array objects one by one
         self.handle = bindings.Comm(made.ptr)
 
@@ -252,6 +293,11 @@ class _Nccl4pyLink:
         self._bindings.recv(address, nbytes, int(self._core.UINT8), peer, self.handle, stream)
 
     def ready(self) -> bool:
+        if self._parent is not None:
+            # NCCL writes where the new one is when it is made, and until then only the old one tells how that goes
+            if not self._parent.ready():
+                return False
+            self.handle, self._parent = self._bindings.Comm(self._made.ptr), None
         try:
             state = self._made.get_async_error()
             if state == self._bindings.Result.Success:
@@ -273,9 +319,31 @@ class _Nccl4pyLink:
         with _failures(self._core, self._bindings):
             self._made.abort()
 
+    def revoke(self) -> None:
+        self._made.revoke()
+
+    def shrink(self, without: Sequence[int]) -> _Nccl4pyLink:
+        # without the flag it may share what ends with this one, and waits for what is under way
+        made = self._made.shrink(sorted(without), flag=self._core.CommShrinkFlag.ABORT)
+        return _Nccl4pyLink(self._core, self._bindings, made, self)
+
     def destroy(self) -> None:
         with _failures(self._core, self._bindings):
             self._made.destroy()
+
+
+class _Nccl4pyShrinking:
+    def __init__(self, core: Any, bindings: Any, *, revokes: bool) -> None:
+        self._core, self._bindings = core, bindings
+        self.revokes = revokes
+
+    def revoke(self, link: Link) -> None:
+        with _failures(self._core, self._bindings):
+            cast(_Nccl4pyLink, link).revoke()
+
+    def shrink(self, link: Link, without: Sequence[int]) -> Link:
+        with _failures(self._core, self._bindings):
+            return cast(_Nccl4pyLink, link).shrink(without)
 
 
 class _Nccl4pyWindows:
@@ -353,6 +421,7 @@ class _Cupy:
     name = "cupy"
     waits = True
     windows: Windows | None = None
+    shrinking: Shrinking | None = None
 
     def __init__(self, nccl: Any) -> None:
         self.version = int(nccl.get_version())

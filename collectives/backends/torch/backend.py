@@ -2,19 +2,21 @@
 
 Every rank runs the table as a program of global steps (`program`); tensors are sent and received where they lie. After
 a `BackendError` that is no disagreement the connections of the group are closed, as gloo itself does after a timeout:
-that is how ranks learn of it which wait for others. Such a group must be destroyed and made anew.
+that is how ranks learn of it which wait for others. Such a group must be destroyed and made anew, which ranks that go
+on do (`TorchBackend.go_on`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
-from collectives.backends.backend import Call, OneRank
+from collectives.backends.backend import Backend, Call, OneRank
 from collectives.backends.stepped.program import Message as Move
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.group_world import GroupWorld
@@ -23,11 +25,14 @@ from collectives.backends.torch.open_group import (
     carrier_of,
     devices_of,
     existing_group,
+    gloo_among,
     make_group,
 )
 from collectives.backends.torch.program import Join, Part, Program, program
 from collectives.backends.torch.wires import LANES, GlooWires, Message, NcclWires, Wires
+from collectives.peers.error_rounds import Gather
 from collectives.peers.signature import Signature
+from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, UsageError
 
 
@@ -42,6 +47,10 @@ class TorchBackend(OneRank):
         come in one order on all ranks.
     timeout : float
         Seconds that a rank waits for the messages of one step.
+    served : mapping of str to str, optional
+        What serves each kind of device in a group that torch does not know by name.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; this closes them. `meet_survivors` makes new ones.
 
     Raises
     ------
@@ -64,15 +73,26 @@ class TorchBackend(OneRank):
     direct = False
     averages = False
     chunk_bytes: int | None = None
+    survivors: Survivors | None
 
     _lanes = 1
     """The next number of a back end, as far as this process knows."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> None:
-        self._group = existing_group(group)
-        served = devices_of(self._group)
-        self.size = dist.get_world_size(self._group)
-        self.ranks: tuple[int, ...] = (dist.get_rank(self._group),)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 30.0,
+        served: Mapping[str, str] | None = None,
+        survivors: Survivors | None = None,
+    ) -> None:
+        if group is None or served is None:
+            group = existing_group(group)
+            served = devices_of(group)
+        self._group = group
+        self.size = group.size()
+        self.ranks: tuple[int, ...] = (group.rank(),)
+        self.survivors = survivors
         self.arrays = TorchArrays([device_of(kind) for kind in served])
         self._wires: dict[str, Wires] = {}
         if "cpu" in served:
@@ -129,10 +149,46 @@ class TorchBackend(OneRank):
         except BackendError:
             return  # the caller has an error of his own to hear of
 
+    def meet_survivors(self, local: str) -> None:
+        """Let ranks go on when others are gone, where all tensors are on the CPU; all ranks must call this.
+
+        Parameters
+        ----------
+        local : str
+            The address of this machine at which the others reach it.
+        """
+        if set(self._wires) == {"cpu"}:
+            self.survivors = Survivors.of(self.gather_texts, self.ranks[0], local)
+
+    @classmethod
+    def among(
+        cls, gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float
+    ) -> TorchBackend:
+        """That of one of the ranks that are left of another job, or have joined it: over a new group of gloo."""
+        group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
+        return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {}
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._world.close()
+        made = TorchBackend.among(
+            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout
+        )
+        made._owned, self._owned = self._owned, False
+        return made
+
     def close(self) -> None:
         """See `Backend.close`."""
         self._world.close()
         self._scratch.clear()
+        if self.survivors is not None:
+            self.survivors.close()
         if self._owned:
             self._owned = False
             let_go()

@@ -33,10 +33,20 @@ from collectives.peers.address import address_of_interface
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 MEETING_SECONDS = 5.0
 """How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
+
+
+Left = Callable[[Gather, int, int, str], None]
+"""Told when ranks go on, before they exchange anything: a gathering over them, the new rank and size, and the address
+of this machine at which the others reach it."""
+
+
+def nobody_else(gather: Gather, rank: int, size: int, local: str) -> None:
+    """Nobody else needs to know."""
 
 
 class SharedMembers(SharedBackend):
@@ -49,15 +59,46 @@ class SharedMembers(SharedBackend):
     timeout : float
     closes : callable
         Called when this is closed.
+    left : callable
+    survivors : Survivors, optional
+        As `SharedBackend`.
     """
 
-    goes_on = False
-
     def __init__(
-        self, gather: Gather, *, rank: int, size: int, timeout: float, closes: Callable[[], None]
+        self,
+        gather: Gather,
+        *,
+        rank: int,
+        size: int,
+        timeout: float,
+        closes: Callable[[], None],
+        left: Left = nobody_else,
+        survivors: Survivors | None = None,
     ) -> None:
-        super().__init__(gather, rank=rank, size=size, timeout=timeout, arrays=_on_cpu())
-        self._closes = closes
+        super().__init__(
+            gather, rank=rank, size=size, timeout=timeout, arrays=torch_arrays(), survivors=survivors
+        )
+        self._closes, self._left = closes, left
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {"arrays": "torch"}
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._leave()
+        self._left(gather, rank, size, self.survivors.local)
+        return SharedMembers(
+            gather,
+            rank=rank,
+            size=size,
+            timeout=self._timeout,
+            closes=self._closes,
+            left=self._left,
+            survivors=self.survivors,
+        )
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -73,6 +114,12 @@ class LinkedMembers(TcpBackend):
     rank, size : int
     rendezvous : str
     timeout : float
+    about
+        As `TcpBackend`.
+
+    Attributes
+    ----------
+    left : callable
 
     Raises
     ------
@@ -80,14 +127,31 @@ class LinkedMembers(TcpBackend):
         The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
     """
 
-    goes_on = False
+    left: Left
 
-    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float, **about: Any) -> None:
         limit = min(timeout / 2, MEETING_SECONDS)
-        super().__init__(
-            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, arrays=_on_cpu()
-        )
+        about = {"arrays": torch_arrays(), **about}
+        super().__init__(rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, **about)
+        self.left = nobody_else
         self.reach_others(limit)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {**super().about, "arrays": "torch"}
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._leave()
+        self.left(gather, rank, size, self.survivors.local)
+        about = {**self.about, "arrays": self.arrays}
+        made = LinkedMembers.among(
+            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout, **about
+        )
+        made.left = self.left
+        return made
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
@@ -121,6 +185,7 @@ def backend_of(
     shared: bool = True,
     engine: str = "auto",
     exact: bool = True,
+    left: Left = nobody_else,
 ) -> Backend[Any]:
     """The back end of a group's ranks.
 
@@ -138,6 +203,8 @@ def backend_of(
         For tensors on GPUs: "windows", "messages", or "auto" for the first that all ranks have.
     exact : bool
         Whether sums of windows must have the plan's bits.
+    left : callable
+        Called where ranks go on when others are gone; they do where all tensors are on the CPU.
 
     Raises
     ------
@@ -149,8 +216,13 @@ def backend_of(
     members = Members(gather, dist.get_rank(group), dist.get_world_size(group), timeout)
     found: Backend[Any] | None = None
     if kinds == {"cpu"}:
-        found = by_memory_or_links(members) if shared else None
-        return TorchBackend(group, timeout=timeout) if found is None else found
+        found = by_memory_or_links(members, left=left) if shared else None
+        if found is not None:
+            return found
+        messages = TorchBackend(group, timeout=timeout)
+        if not shared:  # else links of our own did not pass, by which those that are left would meet
+            messages.meet_survivors(_own_address())
+        return messages
     # where all tensors are on GPUs, the group's own NCCL need not be there
     messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
     try:
@@ -214,7 +286,9 @@ def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str
     return kinds
 
 
-def by_memory_or_links(members: Members, *, closes: Callable[[], None] = lambda: None) -> Backend[Any] | None:
+def by_memory_or_links(
+    members: Members, *, closes: Callable[[], None] = lambda: None, left: Left = nobody_else
+) -> Backend[Any] | None:
     """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
 
     Parameters
@@ -223,17 +297,21 @@ def by_memory_or_links(members: Members, *, closes: Callable[[], None] = lambda:
         All of them must call this.
     closes : callable
         Called when it is closed.
+    left : callable
     """
     rank, size, timeout = members.rank, members.size, members.timeout
     try:
-        return SharedMembers(members.gather, rank=rank, size=size, timeout=timeout, closes=closes)
+        return SharedMembers(members.gather, rank=rank, size=size, timeout=timeout, closes=closes, left=left)
     except UsageError:
         pass  # on all ranks: they are on several hosts, or do not see each other
     compile_ahead()  # before anybody waits for this rank
     made = _met(
         members, lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout), closes
     )
-    return None if isinstance(made, str) else made
+    if isinstance(made, str):
+        return None
+    made.left = left
+    return made
 
 
 def by_windows(
@@ -350,7 +428,8 @@ def _close(*opened: LinkedMembers | WindowMembers | Rendezvous | None) -> None:
             one.close()
 
 
-def _on_cpu() -> TorchArrays:
+def torch_arrays() -> TorchArrays:
+    """Tensors on the CPU."""
     return TorchArrays([torch.device("cpu")])
 
 

@@ -1,13 +1,21 @@
-"""The process group that a back end uses: an existing one, or one made as torchrun asks for."""
+"""The process group of a back end: an existing one, one made as torchrun asks for, or one of ranks that are left.
+
+A gloo group that has lost a member can be left, but not used again: torch has no way to take a member out of it
+(`torch.distributed.shrink_group` is for NCCL alone). So ranks that go on make a new one, over a store of their own,
+since that of the job has gone if the rank died that hosted it. torch does not know such a group by name.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from collectives.peers.error_rounds import Gather
 from topoplan.errors import BackendError, UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,6 +78,52 @@ def make_group(*, timeout: float) -> None:
             f"the {size} processes did not find each other at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {limit:g} s "
             f"({' '.join(str(error).split())[:100]}); start all of them, with the same address",
+            rank=rank,
+        ) from error
+
+
+def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of gloo alone, for tensors on the CPU, whose ranks find each other over a store."""
+    kind = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    group._set_default_backend(kind.GLOO)
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    return group
+
+
+def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: float) -> dist.ProcessGroup:
+    """A new group of gloo for ranks that may have lost all others; all of them must call this.
+
+    Parameters
+    ----------
+    gather : callable
+        Over those ranks.
+    rank, size : int
+        This one among them, and how many they are.
+    local : str
+        The address at which the others reach this machine; the lowest rank hosts where they meet.
+    timeout : float
+        Seconds that a rank waits for another one.
+
+    Raises
+    ------
+    BackendError
+        One of them does not come.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        store = (
+            TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+        )
+        host, port = json.loads(gather("" if store is None else json.dumps([local, store.port]))[0])
+        if store is None:
+            store = TCPStore(host, port, is_master=False, timeout=limit)
+        return gloo_over(store, rank, size, limit)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the {size} ranks that are left do not find each other in a new process group "
+            f"({' '.join(str(error).split())[:100]})",
             rank=rank,
         ) from error
 

@@ -91,6 +91,7 @@ class GlooWires:
     Parameters
     ----------
     group : ProcessGroup
+        It is spoken to itself, so it need not be one that torch.distributed has listed.
     timeout : float
         Seconds.
     """
@@ -102,7 +103,6 @@ class GlooWires:
         self._group = group
         self._timeout = timeout
         self._deadline = 0.0
-        self._peers = dist.get_process_group_ranks(group)
         self._works: dict[tuple[bool, int, int | None], dist.Work] = {}
 
     def meet(self) -> None:
@@ -136,8 +136,8 @@ class GlooWires:
         # a receive that times out is what makes gloo close every connection of a group; with a tag of its own,
         # since gloo ends the process when a message does not fit into its receive
         nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(len(self._peers)):
-            if peer != dist.get_rank(self._group):
+        for peer in range(self._group.size()):
+            if peer != self._group.rank():
                 try:
                     self._work(False, Message(peer, nothing), (1 + LANES) * TAGS).wait(
                         timedelta(milliseconds=1)
@@ -150,9 +150,8 @@ class GlooWires:
         return self._work(sending, message, (1 + self.lane) * TAGS + number)
 
     def _work(self, sending: bool, message: Message, tag: int) -> dist.Work:
-        operation = dist.isend if sending else dist.irecv
-        one = dist.P2POp(operation, message.data, self._peers[message.peer], self._group, tag)
-        (work,) = dist.batch_isend_irecv([one])
+        operation = self._group.send if sending else self._group.recv
+        work: dist.Work = operation([message.data], message.peer, tag)
         return work
 
     def _wait(self, key: tuple[bool, int, int | None], failing: str) -> None:
@@ -172,7 +171,7 @@ class NcclWires:
     Parameters
     ----------
     group : ProcessGroup
-        It is spoken to itself, so it need not be one that torch.distributed has listed.
+        Spoken to itself, too.
     device : torch.device
         The GPU of this rank.
     timeout : float

@@ -9,6 +9,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.communicator.what_is_left import Change, Company
 from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
 from topoplan.errors import UsageError
 
@@ -125,6 +126,14 @@ def test_the_link_that_several_connections_share_is_blamed() -> None:
     for first in (1, 5):
         one.hear([Told((), tuple(listed))], first)
     assert one.believed == {"gpu1->nvswitch0": 15.0}
+
+
+def test_what_is_measured_of_a_link_holds_whatever_was_said_of_the_wire() -> None:
+    """Which may name both directions."""
+    company = Company(topoplan.plan(DGX, gpus=[0, 1, 2]), Change.of(slow_links={"gpu1-gpu2": 20.0}))
+    after = company.with_slow({"gpu1->gpu2": 10.0})
+    assert dict(after.change.slow_links) == {"gpu1->gpu2": 10.0, "gpu2->gpu1": 20.0}
+    assert after.plan().topology.links != company.plan().topology.links
 
 
 def test_two_links_say_nothing_of_each_other() -> None:

@@ -1,0 +1,403 @@
+"""Steps of DDP that the ranks that are left make again where one of them dies.
+
+A step counts when all ranks have all of its averages, which they tell each other in one short meeting at its end.
+Before that DDP has used none of them: it reads the buckets when the hook of the last one has returned. So where a rank
+is lost, the others agree on who is left (`Communicator.shrink`), take back what the step has changed (the gradients,
+which are copied for that, residuals, warm starts), and exchange its buckets anew. Averages are then those of fewer
+ranks. Where the meeting had come to its end on some rank only, all accept the step: everybody had said that it has its
+averages.
+
+What a lost rank has kept of its gradients is lost with it. How much that was, each rank tells in every meeting.
+
+One that comes in place of a lost one has a process group of its own, for DDP alone. It gets what the others have by the
+broadcast of the plan, between two steps: parameters, buffers, state of the optimiser, step, warm starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.communicator.handle import Handle
+from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.parameter_residuals import ParameterNumbers
+from collectives.torch.process_group import PlannedGroup
+from collectives.training.averaging import InStepAverager
+from topoplan.errors import BackendError, UsageError
+
+Seats = tuple[int, ...]
+"""Ranks, by their numbers in the first plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """What ranks have kept of their gradients.
+
+    Parameters
+    ----------
+    keys : int
+        Parameters or buckets of which they kept something.
+    entries : int
+        Elements that are not zero.
+    norm : float
+        The square root of the sum of their squares.
+    """
+
+    keys: int = 0
+    entries: int = 0
+    norm: float = 0.0
+
+    @staticmethod
+    def of(lines: Mapping[str, Sequence[Any]]) -> Unsent:
+        """Of residuals, a list for each key.
+
+        Examples
+        --------
+        >>> Unsent.of({"parameter 0": [np.array([3.0, 0.0, 4.0])], "parameter 1": [np.zeros(2)]})
+        Unsent(keys=1, entries=2, norm=5.0)
+        """
+        held = [np.concatenate([np.ravel(one) for one in listed]) for listed in lines.values() if listed]
+        counts = [int(np.count_nonzero(one)) for one in held]
+        squares = [float(np.linalg.norm(one.astype(np.float64))) ** 2 for one in held]
+        return Unsent(sum(count > 0 for count in counts), sum(counts), math.sqrt(math.fsum(squares)))
+
+    def plus(self, other: Unsent) -> Unsent:
+        """Of both."""
+        return Unsent(self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm))
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A step after which there are fewer ranks.
+
+    Parameters
+    ----------
+    step : int
+        Of training.
+    without : tuple of int
+        The ranks that are gone, as they were counted before.
+    old_size, new_size : int
+        How many there were, and are.
+    lost : Unsent
+        What they had kept of their gradients behind the step before, as they told then.
+    """
+
+    step: int
+    without: tuple[int, ...]
+    old_size: int
+    new_size: int
+    lost: Unsent
+
+
+class _Held:
+    """A bucket of a step that is not over: as DDP's own, which is gone when its hook has returned.
+
+    Parameters
+    ----------
+    bucket : GradBucket
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        self._given = self._buffer.clone()
+        self._running: tuple[Handle[Any], torch.futures.Future[Any]] | None = None
+        self.averaged: torch.futures.Future[Any] = torch.futures.Future()
+
+    def index(self) -> int:
+        """Its number in the step."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Its gradients, one after another, and in the end their averages."""
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whose gradients these are."""
+        return self._parameters
+
+    def begun(self, running: tuple[Handle[Any], torch.futures.Future[Any]]) -> None:
+        """Its exchange has begun."""
+        self._running = running
+
+    def wait(self) -> None:
+        """Wait until its average is there; raises what went wrong."""
+        if self._running is not None:
+            handle, average = self._running
+            with suppress(Exception):  # the future tells of it with step and bucket
+                handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
+            average.wait()
+
+    def take_back(self) -> None:
+        """The gradients are again what this rank has given."""
+        self._running = None
+        self._buffer.copy_(self._given)
+
+
+class GoingOnExchange(BucketExchange):
+    """Averages buckets, also when ranks are lost; steps are those of `BSP`.
+
+    Parameters
+    ----------
+    averager : InStepAverager
+        Of a communicator whose back end can go on.
+    numbers : ParameterNumbers
+    on_change : callable
+        Told when a step has ended with other ranks than before, and before DDP gets its averages: those before and now,
+        by their numbers in the first plan, and what those that are gone had kept.
+    has_it : bool
+        Whether this rank has what the others have; one that has come later gets it by `grow`.
+    """
+
+    def __init__(
+        self,
+        averager: InStepAverager,
+        numbers: ParameterNumbers,
+        on_change: Callable[[Seats, Seats, Unsent], None],
+        *,
+        has_it: bool = True,
+    ) -> None:
+        super().__init__(averager, numbers)
+        self._on_change = on_change
+        self._seats = averager.communicator.seats
+        self._has_it = has_it
+        self._steps = 0
+        self._kept: dict[int, Unsent] = {}
+        self._held: list[_Held] = []
+        self._before: Callable[[], None] | None = None
+        self._behind: Callable[[], None] | None = None
+        """What goes back to what this rank has kept before this step, and behind it; None where that is not known."""
+        self._mine = Unsent()
+        self._failure: BackendError | None = None
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Begin to average a bucket; the last one of a step waits for all of them.
+
+        Raises
+        ------
+        BackendError
+            The step failed, and not because a rank was lost; or the others have left this one out.
+        """
+        if not self._has_it:
+            raise UsageError(
+                "this rank has come later and has not what the others have; call state.grow first"
+            )
+        try:
+            if not self._held:
+                self._failure = None
+                if self._before is None:
+                    self._before = self._marked()
+            held = _Held(bucket)
+            self._held.append(held)
+            if self._failure is None:
+                try:
+                    held.begun(self._start(held, async_op=not bucket.is_last()))
+                except BackendError as error:
+                    self._failure = error
+            if bucket.is_last():
+                with self._averager.recorder.waiting():
+                    self._end(self._complete, self._again)
+                for one in self._held:
+                    one.averaged.set_result(one.buffer())
+                self._held.clear()
+                self._averager.end_step()
+            return held.averaged
+        except BaseException:
+            self._held.clear()
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """What this rank keeps is not what it was behind the last step: that failed, or it comes from a checkpoint."""
+        self._before = self._behind = None
+
+    def settle(self) -> None:
+        """After the last step: return when all ranks that are left have all steps; all of them must call it."""
+        self._end(lambda: None, lambda: None)
+
+    def grow(self, alike: str, give: Callable[[], bytes], take: Callable[[bytes], None]) -> tuple[int, ...]:
+        """Between steps: let in who knocks, and send it what the others have; all ranks must call it.
+
+        Parameters
+        ----------
+        alike : str
+            What all ranks must have in common; one that comes with something else is left out again.
+        give, take : callable
+            What a rank has, and what one that comes does with that of another.
+
+        Returns
+        -------
+        tuple of int
+            The ranks that have come, as all are counted from now on.
+
+        Raises
+        ------
+        UsageError
+            This one has come, and has something else in common.
+        BackendError
+            All ranks that had it are gone, or another failure.
+        """
+        if self._numbers.arrivals is not None:
+            raise UsageError(
+                "ranks that come later know parameters by their order; give HookState parameters="
+            )
+        before, comm, let_in = self._seats, self._averager.communicator, not self._has_it
+
+        def complete() -> None:
+            nonlocal before, let_in
+            if let_in:
+                let_in = False  # by the others' call
+            else:
+                comm.grow()
+            mine = [self._has_it, self._steps, alike, self._seats]
+            said = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
+            having = [rank for rank, (has_it, *_) in enumerate(said) if has_it]
+            if not having:
+                raise UsageError("all ranks that had parameters are gone; start again from a checkpoint")
+            _, steps, wanted, seats = said[having[0]]
+            strange = [rank for rank, (_, _, told, _) in enumerate(said) if told != wanted]
+            if comm.rank in strange:
+                raise UsageError(
+                    f"this rank has {alike}, and the others {wanted}; make model and state alike"
+                )
+            if strange:
+                comm.shrink(without=strange)
+                complete()
+            elif len(having) < len(said):
+                if not self._has_it:
+                    self._steps, self._seats = steps, tuple(seats)
+                    before = self._seats
+                given = give() if comm.rank == having[0] else b""
+                length = int(comm.gather_texts(f"{len(given)}")[having[0]])
+                line = np.zeros(length, np.uint8)
+                line[: len(given)] = np.frombuffer(given, np.uint8)
+                sent = comm.broadcast(comm.arrays.wrapped(line), root=having[0])
+                if not self._has_it:
+                    take(comm.arrays.values(sent).tobytes())
+                    self._has_it = True
+
+        self._end(complete, lambda: None)
+        return tuple(rank for rank, seat in enumerate(self._seats) if seat not in before)
+
+    def _complete(self) -> None:
+        """Wait for all averages of this step."""
+        if self._failure is not None:
+            raise self._failure
+        for one in self._held:
+            one.wait()
+        self._behind = self._marked()
+
+    def _again(self) -> None:
+        """Exchange the buckets of this step anew."""
+        self._failure = None
+        assert self._before is not None, "marked when the step began"
+        self._before()
+        for one in self._held:
+            one.take_back()
+        for one in self._held:
+            one.begun(self._start(one, async_op=False))
+
+    def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
+        """End a step together with those that are left, and tell of the others."""
+        fewer = False
+        while True:
+            try:
+                if fewer:
+                    again()
+                complete()
+                told = self._meet()
+                break
+            except BackendError as error:
+                told, fewer = self._go_on(error), True
+                if self._has_it and max(steps for steps, _ in told.values()) > self._steps:
+                    break  # some rank was told that all have their averages
+        self._steps, self._before = self._steps + 1, self._behind
+        before, kept, lost = self._seats, self._kept, Unsent()
+        self._seats, self._kept = tuple(told), {seat: unsent for seat, (_, unsent) in told.items()}
+        for seat in before:
+            if seat not in self._seats:
+                lost = lost.plus(kept.get(seat, Unsent()))
+        if before != self._seats:
+            self._on_change(before, self._seats, lost)
+
+    def _meet(self) -> dict[int, tuple[int, Unsent]]:
+        """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its seat."""
+        comm = self._averager.communicator
+        mine = [self._steps, *astuple(self._mine)]
+        told = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
+        return {
+            seat: (steps, Unsent(*unsent)) for seat, (steps, *unsent) in zip(comm.seats, told, strict=True)
+        }
+
+    def _go_on(self, error: BackendError) -> dict[int, tuple[int, Unsent]]:
+        """Agree on who is left, and meet them; raises the error where nobody is gone."""
+        comm = self._averager.communicator
+        for one in self._held:
+            with suppress(Exception):
+                one.wait()
+        while True:
+            size = comm.size
+            comm.shrink()
+            if comm.size == size:
+                raise error
+            try:
+                return self._meet()
+            except BackendError as later:  # another one has died meanwhile
+                error = later
+
+    def _marked(self) -> Callable[[], None]:
+        """What goes back to what this rank keeps now, as often as it is called; the others hear how much that is."""
+        if self._averager.settings.density is not None:
+            back, lines = self.residuals.marked()
+        else:
+            back, lines = self._averager.marked()
+        self._mine = Unsent.of(lines)
+        return back
+
+
+def check_goes_on(model: DistributedDataParallel) -> None:
+    """Look whether DDP asks something of its process group that a lost rank would end, when its buckets are arranged.
+
+    Raises
+    ------
+    UsageError
+        It does, and the group does not go on.
+    """
+    group = model.process_group
+    if group.size() == 1 or (isinstance(group, PlannedGroup) and group.goes_on):
+        return
+    newer = hasattr(model, "forward_sync_buffers")
+    synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers
+    faults = [
+        text
+        for text, found in (
+            (
+                "broadcasts the model's buffers in every step; give it forward_sync_buffers=False "
+                "(broadcast_buffers=False in torch before 2.13)",
+                synchronised and len(model.modules_buffers) > 0,
+            ),
+            (
+                "asks all ranks for unused parameters in every step; leave find_unused_parameters out, or give "
+                "static_graph=True",
+                model.find_unused_parameters and not model.static_graph,
+            ),
+            (
+                "reduces some gradients by itself; leave delay_all_reduce_named_params out",
+                len(getattr(model, "_delay_all_reduce_params", ())) > 0,
+            ),
+        )
+        if found
+    ]
+    if faults:
+        raise UsageError(
+            f"DDP {faults[0]}: over its process group, which does not go on without a rank; or use the process group "
+            "topoplan with TOPOPLAN_ON_FAILURE=shrink"
+        )

@@ -1,0 +1,250 @@
+"""Training with DDP whose ranks are killed (SIGKILL), under a launcher that lets the others live."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.torch import HookState
+from tests.support.ports import free_port
+from topoplan.errors import BackendError
+
+STEPS, SECONDS, LIMIT_SECONDS = 12, 20.0, 150.0
+"""Of training; timeout of the ranks; what has not reported by then hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a job does.
+
+    Parameters
+    ----------
+    size : int
+    killed : dict of rank to float
+        In which step, between forward and backward; a fraction of a step lets so many tenths of a second pass.
+    group : str
+        gloo or topoplan.
+    hook : dict or None
+        Of `HookState`; None for DDP's own averages over the process group.
+    ddp : dict
+        Of DDP.
+    buffers : bool
+        Whether the model has some.
+    momentum : float
+        Of the optimiser.
+    back : int or None
+        The step before which another process comes in place of the rank that was killed.
+    """
+
+    size: int
+    killed: Mapping[int, float]
+    group: str = "gloo"
+    hook: Mapping[str, Any] | None = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    buffers: bool = False
+    momentum: float = 0.0
+    back: int | None = None
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    """Of a rank that was counted so at the beginning."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(16, 5, generator=generator, dtype=torch.float64)
+
+
+def network(*, buffers: bool = False) -> nn.Sequential:
+    """The same on all ranks."""
+    torch.manual_seed(3)
+    between = nn.BatchNorm1d(40) if buffers else nn.Tanh()
+    return nn.Sequential(nn.Linear(5, 40), between, nn.Linear(40, 2)).double()
+
+
+def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    """What is trained."""
+    found: torch.Tensor = (model(given) - given[:, :2].sin()).square().mean()
+    return found
+
+
+def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, Any]:
+    """What a rank that lives has in the end.
+
+    Parameters
+    ----------
+    me : int
+        Its number at the beginning, or of that in whose place it comes.
+    what : Training
+    door : path
+        Where the invitation stands.
+    comes : bool
+    """
+    model = DistributedDataParallel(network(buffers=what.buffers), bucket_cap_mb=0.001, **what.ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=what.momentum)
+    rates: list[float] = []
+
+    def rescaled(before: int, after: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= after / before
+            rates.append(group["lr"])
+
+    state, first, more = None, 0, {}
+    if comes:
+        loss_of(model, inputs(0, 0)).backward()  # arranges the buckets as the others have them
+        while not door.exists():
+            time.sleep(0.02)
+        more = {"invitation": door.read_text()}
+    if what.hook is not None:
+        state = HookState(
+            timeout=SECONDS,
+            on_failure="shrink",
+            on_change=rescaled,
+            parameters=model.parameters(),
+            **what.hook,
+            **more,
+        )
+        state.register(model)
+        if comes:
+            state.grow(model, optimizer)
+            first = state.recorder.step
+    found: dict[str, Any] = {"buckets": 0}
+    sizes, errors = [], 0
+    averages = [torch.zeros_like(one) for one in model.parameters()]
+    given = [torch.zeros_like(one) for one in model.parameters()]
+    for step in range(first, STEPS):
+        if state is not None and step == what.back and not comes:
+            if me == 0:
+                door.with_suffix(".new").write_text(state.communicator.invitation)
+                door.with_suffix(".new").rename(door)
+            while not state.grow(model, optimizer):
+                time.sleep(0.02)
+        optimizer.zero_grad()
+        try:
+            loss = loss_of(model, inputs(me, step))
+        except BackendError:  # the rank is gone that would have sent the buffers
+            errors += 1
+            loss = loss_of(model, inputs(me, step))
+        if me in what.killed and step == int(what.killed[me]) and not comes:
+            late = what.killed[me] % 1 / 10
+            if late:
+                threading.Timer(late, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if not what.buffers and what.back is None:
+            for rank in range(what.size):
+                if what.killed.get(rank, STEPS) > step:
+                    own = torch.autograd.grad(
+                        loss_of(model.module, inputs(rank, step)), list(model.parameters())
+                    )
+                    given = [one + more for one, more in zip(given, own, strict=True)]
+        loss.backward()
+        size = dist.get_world_size() if state is None else state.size
+        for total, one in zip(averages, model.parameters(), strict=True):
+            total += size * one.grad
+        sizes.append(size)
+        optimizer.step()
+    if state is not None:
+        state.finish()
+        residuals = state.state_dict()["residuals"]
+        found |= {
+            "shrunk": [(one.step, one.without, one.new_size, one.lost.norm) for one in state.shrunk],
+            "rates": rates,
+            "changes": [f"{one}" for one in state.recorder.changes()],
+            "place": [state.rank, state.size, state.communicator.size],
+            "kept": [
+                residuals[number].tolist() if number in residuals else [0.0] * one.numel()
+                for number, one in enumerate(given)
+            ],
+        }
+        state.close()
+    if what.group == "topoplan":
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        dist.barrier()
+        found["group"] = [dist.get_rank(), dist.get_world_size(), ones.tolist()]
+    found |= {
+        "sizes": sizes,
+        "errors": errors,
+        "missing": [(one - sent).flatten().tolist() for one, sent in zip(given, averages, strict=True)],
+        "parameters": [one.tolist() for one in model.module.parameters()],
+        "buffers": [one.tolist() for one in model.module.buffers()],
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def work(me: int, port: int, what: Training, door: Path, reports: Connection, *, comes: bool = False) -> None:
+    """The life of a rank."""
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if what.group == "topoplan":
+        os.environ["TOPOPLAN_ON_FAILURE"] = "shrink"
+    meeting = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=SECONDS)
+    if comes:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(what.group, init_method=meeting, rank=me, world_size=what.size, timeout=limit)
+    try:
+        found = trained(me, what, door, comes=comes)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    reports.send_bytes(json.dumps(found).encode())
+    sys.stdout.flush()
+    os._exit(0)  # where training has failed gloo's group may not end
+
+
+def played(what: Training, folder: Path) -> dict[int, dict[str, Any]]:
+    """What each rank reports that is not killed, or has come in place of one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["collectives.torch", "tests.jobs.torch_recovery_ranks"])
+    port = free_port()
+    door = folder / "invitation"
+    numbers = [*range(what.size), *(what.killed if what.back is not None else ())]
+    pipes = [context.Pipe(duplex=False) for _ in numbers]
+    ranks = [
+        context.Process(
+            target=work,
+            args=(rank, port, what, door, pipes[place][1]),
+            kwargs={"comes": place >= what.size},
+            daemon=True,
+        )
+        for place, rank in enumerate(numbers)
+    ]
+    for rank in ranks:
+        rank.start()
+    for _, writer in pipes:
+        writer.close()
+    told: dict[int, dict[str, Any]] = {}
+    try:
+        for place, (rank, (reader, _)) in enumerate(zip(numbers, pipes, strict=True)):
+            if rank in what.killed and place < what.size:
+                continue
+            if not reader.poll(LIMIT_SECONDS):
+                told[rank] = {"error": "hangs"}
+                continue
+            try:
+                told[rank] = json.loads(reader.recv_bytes())
+            except EOFError:
+                told[rank] = {"error": "ended without a word"}
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()
+        for reader, _ in pipes:
+            reader.close()
+    return told
