@@ -33,7 +33,7 @@ from collectives.chaos.work import ALIKE, BORDER, Piece, given, round_of, wrong_
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.peers.over_rendezvous import TcpWorld
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.size_plans import parse_plan_file
 
 START_SECONDS = 120.0
@@ -157,14 +157,17 @@ def _live(teller: Teller, rank: int) -> int:
     before = set(os.listdir("/proc/self/fd"))
     try:
         comm = _opened(teller.about, rank)
-    except TopoplanError as error:
+    except UsageError as error:
         teller.say({"unable": str(error)})
+        return 1
+    except TopoplanError as error:
+        teller.say({"error": str(error)})
         return 1
     status = 0
     try:
         _Life(teller, comm, rank).go()
     except BackendError as error:
-        teller.say({"error": str(error), "at": time.monotonic()})
+        teller.say({"error": str(error)})
         status = 1
     comm.close()
     del comm

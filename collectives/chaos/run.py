@@ -521,7 +521,8 @@ class _Job:
             self._selector.unregister(line.connection)
             line.connection.close()
             line.connection = None
-            if line.rank in self._there and line.left is None and not line.error:
+            here = line.rank in self._there and self._ranks[line.rank] is line
+            if here and line.left is None and not line.error:
                 self._found("lost", f"rank {line.rank} ended without a word")
                 raise _Broken
             return

@@ -48,7 +48,7 @@ IN_ONE_PROCESS = ("loopback", "loopback-gpu")
 BUFFERS = 5
 """Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
 
-TIMEOUT, CHAOS_TIMEOUT = 30.0, 1.0
+TIMEOUT, CHAOS_TIMEOUT = 30.0, 2.0
 """Seconds, where the user names none."""
 
 SCALE = 1e-3

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from collectives.peers.peer_watchdog import process_state
 from collectives.peers.rendezvous_state import pack
 from collectives.peers.survivors import Survivors, reach_each_other
 from topoplan.errors import BackendError
@@ -316,3 +320,19 @@ def test_a_rank_that_the_network_does_not_reach_is_not_taken_for_dead() -> None:
                 ranks[rank]._cards[number] = replace(ranks[rank]._cards[number], host="255.255.255.255")
         found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
         assert all("0, 1 are silent" in str(error) for error in found.values()), found
+
+
+def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again() -> None:
+    """Where it was reported, it has had its time; one that nobody has reported may have been stopped just now."""
+    with job(2) as ranks, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        one, card = ranks[0], ranks[0]._cards[1]
+        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
+        other.send_signal(signal.SIGSTOP)
+        while process_state(other.pid) != "T":
+            time.sleep(0.01)
+        one._cards[1] = replace(card, pid=other.pid)
+        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [0.0, 10.0]
+        one._cards[1] = replace(card, pid=other.pid, processes="of another machine")
+        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
+        one._cards[1] = card
+        other.kill()
