@@ -26,7 +26,8 @@ from topoplan.plans.size_plans import parse_plan_file
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, and nccl where its ranks meet at a rendezvous)"
+    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, torch with tensors on the CPU, and nccl where "
+    "its ranks meet at a rendezvous)"
 )
 
 

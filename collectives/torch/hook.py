@@ -97,8 +97,8 @@ class HookState:
     on_failure : str
         What to do where a rank dies: "raise", or "shrink" to make its step again without it
         (`collectives.torch.going_on`): in step, and with gradients on the CPU. Averages are then divided by the ranks
-        that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of what is kept of them, and a
-        meeting of the ranks in each step.
+        that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
+        what is kept of them, and a meeting of the ranks in each step.
     on_change : callable, optional
         Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
         before the optimiser uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
@@ -231,6 +231,7 @@ class HookState:
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
             within = InStepAverager(comm, how, self.recorder)
+            in_step = BucketExchange(within, numbers)
             if on_failure == "shrink":
                 if not can_go_on(backend):
                     raise UsageError(
@@ -238,9 +239,8 @@ class HookState:
                         f"other, and these go by the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
-                self.buckets = in_step = GoingOnExchange(within, numbers, self._changes)
-            else:
-                self.buckets = in_step = BucketExchange(within, numbers)
+                in_step = GoingOnExchange(within, numbers, self._changes)
+            self.buckets = in_step
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
                     averager(comm, how, self.recorder, timeout=timeout), in_step, comm

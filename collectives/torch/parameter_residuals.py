@@ -240,7 +240,9 @@ class ParameterResiduals:
 
     def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
         """What goes back to all that is kept now, as often as it is called; and copies of the residuals on the host."""
-        state, layouts, waiting = self._communicator.sparse_state(), dict(self._layouts), dict(self._waiting)
+        kept = self._communicator.sparse_state()
+        state: dict[str, list[Mapping[str, Any]]] = {key: [*listed] for key, listed in kept.items()}
+        layouts, waiting = dict(self._layouts), dict(self._waiting)
 
         def back() -> None:
             self._communicator.restore_sparse_state(state)

@@ -1,8 +1,8 @@
 """How long a job stands still when a rank is killed: from its death to the first result without it, on every survivor.
 
 8 processes of this host, SIGKILL of each rank in turn while a collective of 512 KB runs, ``on_failure="shrink"``. Times
-are those of every survivor, since one that hears of the death late is late with all that follows. Ranks of "mpi hosts" and
-"mpi ulfm" are told that they are on two hosts.
+are those of every survivor, since one that hears of the death late is late with all that follows. Ranks of "mpi hosts"
+and "mpi ulfm" are told that they are on two hosts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +17,26 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from tests.faults.recovery import DEATH, FEW, MANY, Round, faults_of, one_round, plan_for
+from collectives.launching.mpiexec import find_launcher, mpiexec_command
+from tests.faults.recovery import DEATH, FEW, MANY, STOPPED_SECONDS, Round, faults_of, one_round, plan_for
+from tests.support.checkout import ROOT
 from tests.support.tcp_jobs import backends_in_threads, in_processes
 from topoplan.errors import BackendError, UsageError
 
 BEFORE = -1.0
 """Of a victim that dies between two collectives."""
+
+
+def without_mpi() -> str:
+    """What is missing to run MPI programs; empty where nothing is."""
+    try:
+        find_launcher()
+    except UsageError as error:
+        return str(error)
+    return "" if find_spec("mpi4py") else "mpi4py is not installed"
+
+
+needs_mpi = pytest.mark.skipif(bool(without_mpi()), reason=without_mpi() or "it is there")
 
 
 def shared_memory() -> set[str]:
@@ -51,16 +69,119 @@ def test_the_others_go_on(
     backend: str, size: int, within: dict[int, float], recovering: dict[int, int], alone: bool, elements: int
 ) -> None:
     """Whoever dies, between and within collectives, two at once, and another while they find each other."""
-    what, before = Round(backend, size, within, recovering, alone, elements), shared_memory()
-    plan = plan_for(size)
+    check(Round(backend, size, within, recovering, alone, elements))
+
+
+def check(what: Round) -> dict[int, dict[str, Any]]:
+    """What the survivors of a round report, in which all is as it should be."""
+    plan, before = plan_for(what.size), shared_memory()
     reports, died = one_round(plan, what)
     assert died
     assert faults_of(plan, what, reports) == []
-    assert shared_memory() <= before
-    if alone and within and max(within.values()) < 0:
+    if not what.backend.startswith("mpi"):  # of which the names of the job's own are looked for
+        assert shared_memory() <= before
+    if what.alone and what.within and max(what.within.values()) < 0:
         # the collective that they died before was repeated, by all alike
         told = [report["repeated"] for report in reports.values()]
-        assert all(one[0][0] == DEATH and set(one[-1][1]) >= set(within) for one in told), told
+        assert all(one[0][0] == DEATH and set(one[-1][1]) >= set(what.within) for one in told), told
+    return reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shared", pytest.param("mpi", marks=needs_mpi)])
+def test_the_others_go_on_without_a_rank_that_is_stopped(backend: str) -> None:
+    """They wait for it as long as for any rank, and mpiexec does not wait for it in the end."""
+    check(Round(backend, 4, {2: BEFORE}, number=signal.SIGSTOP, timeout=STOPPED_SECONDS))
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("backend", "size", "within", "recovering", "alone"),
+    [
+        pytest.param("mpi", 4, {0: 0.001}, {}, True, marks=pytest.mark.thorough),
+        pytest.param("mpi", 5, {1: BEFORE, 3: BEFORE}, {}, False, marks=pytest.mark.slow),
+        pytest.param("mpi", 5, {2: BEFORE}, {0: 1}, True, marks=pytest.mark.slow),
+        pytest.param("mpi hosts", 4, {1: BEFORE}, {}, True, marks=pytest.mark.thorough),
+        pytest.param("mpi hosts", 5, {0: 0.001, 4: 0.001}, {}, True, marks=pytest.mark.slow),
+        pytest.param("mpi hosts", 5, {3: 0.003}, {1: 2}, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_others_go_on_when_a_rank_of_mpi_dies(
+    backend: str, size: int, within: dict[int, float], recovering: dict[int, int], alone: bool
+) -> None:
+    """On one host they share memory from then on, on two they have connections, and MPI's launcher ends by itself."""
+    reports = check(Round(backend, size, within, recovering, alone))
+    over = "shared" if backend == "mpi" else "tcp"
+    assert all(report["notes"][-1].endswith(f"; over {over}, before mpi") for report in reports.values())
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("size", "within", "recovering", "alone"),
+    [
+        pytest.param(4, {1: BEFORE}, {}, True, marks=pytest.mark.thorough),
+        pytest.param(4, {3: 0.001}, {}, False, marks=pytest.mark.slow),
+        pytest.param(5, {0: 0.001, 4: 0.001}, {}, True, marks=pytest.mark.slow),
+        pytest.param(5, {2: BEFORE}, {0: 3}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_others_go_on_over_mpi_where_it_tolerates_faults(
+    size: int, within: dict[int, float], recovering: dict[int, int], alone: bool
+) -> None:
+    if "--continuous" not in mpiexec_command(1):
+        pytest.skip("only Open MPI tolerates faults")
+    reports = check(Round("mpi ulfm", size, within, recovering, alone))
+    if not recovering:
+        assert {report["backend"] for report in reports.values()} == {"mpi"}
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("1 / 0", 1), ("", 0)])
+def test_a_rank_that_went_on_ends_with_the_status_of_its_program(
+    end: str, status: int, tmp_path: Path
+) -> None:
+    """MPI is not shut down, for which it would wait for the rank that is gone; what is printed last is seen."""
+    program = tmp_path / "program.py"
+    program.write_text(LOSES_A_RANK.format(folder=str(tmp_path), end=end))
+    done = subprocess.run(
+        mpiexec_command(3, [sys.executable, str(program)]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    told = [(tmp_path / f"{rank}").read_text() for rank in (0, 2)]
+    assert told == ["9.0 shared"] * 2, done.stderr
+    assert done.stdout.count("the last word") == 2
+    if "--continuous" in mpiexec_command(1):
+        assert done.returncode == status
+    else:  # MPICH's launcher returns the statuses of all ranks at once, that of the killed one too
+        assert done.returncode == 137 | status
+
+
+LOSES_A_RANK = """
+import os, signal, sys
+import numpy as np
+import topoplan
+from collectives import Communicator
+
+plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2])
+comm = Communicator(plan, "mpi", on_failure="shrink")
+comm.all_reduce(np.ones(3))
+number = comm.rank
+if number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+total = comm.all_reduce(np.full(3, 4.5))
+with open(os.path.join({folder!r}, str(number)), "w") as file:
+    file.write(f"{{total[0]}} {{comm.backend}}")
+comm.close()
+print("the last word")
+{end}
+"""
 
 
 def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:

@@ -73,7 +73,7 @@ _left: dict[int, _Remains] = {}
 _farewell: Callable[[], None] | None = None
 """What is to be done before a rank may leave that still used MPI."""
 _asked: object = None
-"""What `sys.exit` was called with since ranks went on: nothing else tells a process at its end with which status it ends."""
+"""What `sys.exit` was called with since ranks went on; nothing else tells with which status a process will end."""
 
 
 def watch_the_end(control: Control, placement: Placement) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from collectives.peers.error_rounds import Gather
 
 TURNED_ON = "OMPI_MCA_mpi_ft_enable"
-"""The variable by which Open MPI's launcher tells its processes to tolerate faults. Its library has the functions in any
-case, and they hang without it; MPICH 5.0 has them as well, and they do not return when a rank has died."""
+"""The variable by which Open MPI's launcher tells its processes to tolerate faults. Its library has the functions in
+any case, and they hang without it; MPICH 5.0 has them as well, and they do not return when a rank has died."""
 
 PATIENCE = 2.0
 """Seconds in which MPI has to hear of a death, some 20 ms, and again in which it has to make the communicator, 1 ms."""

@@ -150,6 +150,7 @@ class LinkedMembers(TcpBackend):
         made = LinkedMembers.among(
             gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout, **about
         )
+        assert isinstance(made, LinkedMembers), "a method of its class"
         made.left = self.left
         return made
 
@@ -219,10 +220,10 @@ def backend_of(
         found = by_memory_or_links(members, left=left) if shared else None
         if found is not None:
             return found
-        messages = TorchBackend(group, timeout=timeout)
+        told = TorchBackend(group, timeout=timeout)
         if not shared:  # else links of our own did not pass, by which those that are left would meet
-            messages.meet_survivors(_own_address())
-        return messages
+            told.meet_survivors(_own_address())
+        return told
     # where all tensors are on GPUs, the group's own NCCL need not be there
     messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
     try:

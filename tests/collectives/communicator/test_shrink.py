@@ -161,12 +161,12 @@ def test_an_unknown_answer_to_failures_is_refused() -> None:
 
 def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
     class Other(PacedLoopback):
-        name = "mpi"
+        name = "nccl"
         one_rank = True
 
-    with pytest.raises(BackendError, match="mpi back end cannot go on without a rank; start the job again"):
-        go_on(State(Other(2), Company(dgx(0, 1)), dgx(0, 1), Terms("mpi", {}, 1.0, None, "raise")), [1])
-    with pytest.raises(UsageError, match="mpi back end cannot go on without a rank"):
+    with pytest.raises(BackendError, match="nccl back end cannot go on without a rank; start the job again"):
+        go_on(State(Other(2), Company(dgx(0, 1)), dgx(0, 1), Terms("nccl", {}, 1.0, None, "raise")), [1])
+    with pytest.raises(UsageError, match="nccl back end cannot go on without a rank"):
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")
 
 
