@@ -103,9 +103,15 @@ class Teller:
 
     def __init__(self, address: str, rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address)
-        self.say({"rank": rank, "pid": os.getpid()})
-        self.about = About(**json.loads(self._socket.makefile().readline()))
+        try:
+            self._socket.connect(address)
+            self.say({"rank": rank, "pid": os.getpid()})
+            heard = self._socket.makefile().readline()
+        except OSError as error:
+            raise Ended from error
+        if not heard:
+            raise Ended
+        self.about = About(**json.loads(heard))
 
     def say(self, what: dict[str, object]) -> None:
         """Say something."""
@@ -120,6 +126,8 @@ class Teller:
             data = self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise Ended from error
         if not data:
             raise Ended
         return True
@@ -149,7 +157,7 @@ def live(address: str, rank: int) -> int:
                 return _live(teller, rank)
             finally:
                 faulthandler.unregister(signal.SIGUSR1)
-    except (Ended, OSError):
+    except Ended:
         return 1
 
 

@@ -264,6 +264,7 @@ class _Job:
         self._speeds: list[tuple[float, float]] = []
         self._slower: tuple[float, float] | None = None
         self._children: set[int] = set()
+        self._ends: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
@@ -507,8 +508,10 @@ class _Job:
 
     def _reap(self) -> None:
         for pid in list(self._children):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 self._children.discard(pid)
+                self._ends[pid] = os.waitstatus_to_exitcode(status)
 
     def _hear(self, line: _Rank) -> None:
         """Hear what has come over a connection."""
@@ -523,7 +526,10 @@ class _Job:
             line.connection = None
             here = line.rank in self._there and self._ranks[line.rank] is line
             if here and line.left is None and not line.error:
-                self._found("lost", f"rank {line.rank} ended without a word")
+                self._listen(0.1)  # until it has ended
+                how = self._ends.get(line.pid)
+                told = "" if how is None else f", exit status {how}" if how >= 0 else f", by signal {-how}"
+                self._found("lost", f"rank {line.rank} ended without a word{told}")
                 raise _Broken
             return
         line.heard += data
