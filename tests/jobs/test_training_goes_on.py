@@ -59,6 +59,21 @@ def test_who_comes_in_place_of_ranks_that_were_killed_has_the_bits_of_the_others
     assert faults_of(what, trained(what)) == []
 
 
+@pytest.mark.parametrize("number", [0, 1, 5, 11])
+def test_who_dies_while_it_gives_a_newcomer_what_it_needs_is_followed_by_another(number: int) -> None:
+    """And is let in again itself."""
+    what = Training(
+        ("tcp", "shared")[number % 2],
+        4,
+        {2: (2, 0.0)},
+        steps=8,
+        options={"low_rank": 2},
+        back=5,
+        giving=number,
+    )
+    assert faults_of(what, trained(what)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_whoever_is_killed_whenever(seed: int) -> None:
