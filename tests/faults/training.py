@@ -7,6 +7,7 @@ ranks that, as they say, have given theirs, by the plan of those ranks, with wha
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import tempfile
@@ -24,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
+from collectives.chaos.rank import START_SECONDS, backend_at
 from collectives.training.recorder import ChangeRecord
-from tests.faults.recovery import START_SECONDS, dies, opened, plan_for
+from tests.faults.recovery import STEP_SECONDS, dies, plan_for
 from topoplan.plans.plan import Plan
 
 SHAPES = ((60, 40), (3,), (9000,), (150, 300), (40_000,))
@@ -52,7 +54,10 @@ class Training:
     steps : int
     options : mapping
         Of the synchronizer.
-    dtype : str
+    back : int or None
+        The step before which others have come in the places of those that died.
+    giving : int or None
+        The broadcast in which rank 0 dies when it gives others what they need; its place is taken again then, too.
     """
 
     backend: str
@@ -61,6 +66,7 @@ class Training:
     steps: int = 12
     options: Mapping[str, Any] = field(default_factory=dict)
     back: int | None = None
+    giving: int | None = None
 
     def __str__(self) -> str:
         died = ", ".join(f"{rank} in {step} after {late:.4f} s" for rank, (step, late) in self.deaths.items())
@@ -91,18 +97,31 @@ def digest(weights: list[Array]) -> str:
     return sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
 
 
+def doomed(number: int) -> None:
+    """Prepare the death of a rank in one of its broadcasts."""
+    broadcast, calls = Communicator.broadcast, itertools.count()
+
+    def dying(self: Communicator, *given: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            threading.Timer(0.0005, dies).start()
+        return broadcast(self, *given, **named)
+
+    Communicator.broadcast = dying  # type: ignore[assignment, method-assign]
+
+
 def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection, comes: bool) -> None:
     """Of a rank: steps, and what it has seen."""
     weights, moments = zeros(), zeros()
     seen: dict[str, Any] = {"digests": {}, "plans": {}, "told": []}
     local = str(what.options.get("mode", "bsp")).startswith("local")
     invitation = Path(folder, "invitation")
-    made: dict[str, Any] = (
-        {"invitation": invitation.read_text()}
-        if comes
-        else {"plan": plan, "backend": opened(what.backend, rank, what.size, f"unix:{folder}/meeting")}
-    )
+    if what.giving is not None and rank == 0 and not comes:
+        doomed(what.giving)
     try:
+        made: dict[str, Any] = {"invitation": invitation.read_text()} if comes else {"plan": plan}
+        if not comes:
+            meeting = f"unix:{folder}/meeting"
+            made["backend"] = backend_at(what.backend, rank, what.size, meeting=meeting, timeout=STEP_SECONDS)
         with GradientSynchronizer(
             weights,
             **made,
@@ -152,6 +171,7 @@ def trained(what: Training) -> dict[int, dict[str, Any]]:
     context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend", "tests.faults.training"])
     running: dict[int, tuple[BaseProcess, Connection]] = {}
     reports: dict[int, dict[str, Any]] = {}
+    again: set[int] = set()
     plan, deadline = plan_for(what.size), time.monotonic() + START_SECONDS + LIMIT_SECONDS
 
     def start(rank: int, *, comes: bool) -> None:
@@ -174,10 +194,12 @@ def trained(what: Training) -> dict[int, dict[str, Any]]:
                         reports[told.get("seat", rank)] = told
                     except EOFError:
                         running[rank][0].join()
-                        if rank in what.deaths and what.back is not None:
+                        gave = rank == 0 and what.giving is not None
+                        if (rank in what.deaths or gave) and what.back is not None and rank not in again:
+                            again.add(rank)
                             start(rank, comes=True)
                             waiting[running[rank][1]] = rank
-                        elif rank not in what.deaths:
+                        elif rank not in what.deaths or rank in again:
                             reports[rank] = {"message": "ended without a word"}
             reports |= {rank: {"message": "hangs"} for rank in waiting.values()}
         finally:

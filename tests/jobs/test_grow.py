@@ -20,8 +20,9 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.chaos.rank import backend_at
 from collectives.peers.survivors import Survivors
-from tests.faults.recovery import opened, plan_for
+from tests.faults.recovery import STEP_SECONDS, plan_for
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
 
@@ -63,7 +64,8 @@ def take_part(comm: Communicator, told: Connection, folder: Path, whole: int, *,
 
 def member(rank: int, size: int, backend: str, folder: str, told: Connection) -> None:
     """A rank that begins the job."""
-    comm = Communicator(plan_for(size), opened(backend, rank, size, f"unix:{folder}/m"), on_failure="shrink")
+    made = backend_at(backend, rank, size, meeting=f"unix:{folder}/m", timeout=STEP_SECONDS)
+    comm = Communicator(plan_for(size), made, on_failure="shrink")
     invite(comm, Path(folder))
     take_part(comm, told, Path(folder), size, came=False)
 
