@@ -81,6 +81,7 @@ def of_torch(module: Path) -> bool:
         "torch_entry_arrays.py",
         "torch_on_cupy.py",
         "train_cifar_like.py",
+        "cifar_like.py",
         "fewer_ranks.py",
     )
     return alone or "torch" in module.parts[:-1]

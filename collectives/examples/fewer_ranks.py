@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from collectives import GradientSynchronizer, report
-from collectives.examples.train_cifar_like import TESTED, TRAINED, images, network, tested
+from collectives.examples.cifar_like import TESTED, TRAINED, images, network, tested
 from collectives.launching.local_processes import local_ranks
 from topoplan.errors import UsageError
 
