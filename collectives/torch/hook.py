@@ -194,7 +194,8 @@ class HookState:
                 "with an invitation the plan is that of the others; give on_failure='shrink', no plan, and a process "
                 "group of this rank alone"
             )
-        how = settings() if alone else agreed_settings(settings, gather, f", on_failure={on_failure!r}")
+        fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
+        how = settings() if alone else agreed_settings(settings, gather, fails)
         self.mode = how.mode
         self.recorder = watch(Recorder("hook", ranks=self.size))
         verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)

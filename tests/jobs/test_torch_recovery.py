@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,8 +184,10 @@ def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) 
             (network(), {"find_unused_parameters": True}, "asks all ranks for unused parameters"),
         ]
         for plain, how, text in refused:
+            refusing = DistributedDataParallel(plain, **how)
+            refusing.process_group = SimpleNamespace(size=lambda: 2)  # in a group of one nobody else is asked
             with pytest.raises(UsageError, match=text):
-                state.register(DistributedDataParallel(plain, **how))
+                state.register(refusing)
         with pytest.raises(UsageError, match="is no DistributedDataParallel"):
             state.register(network())  # type: ignore[arg-type]
         model = DistributedDataParallel(network())
