@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectives.peers.error_rounds import Gather
@@ -111,13 +112,15 @@ def listen(address: Address) -> socket.socket:
     return listener
 
 
-def connect(address: Address, deadline: float) -> socket.socket:
+def connect(address: Address, deadline: float, *, look: Callable[[], None] | None = None) -> socket.socket:
     """A connection to a process that listens there, or will soon.
 
     Parameters
     ----------
     deadline : float
         Time of `time.monotonic` after which nobody is expected any more.
+    look : callable, optional
+        Raises where nobody is expected sooner; called between two attempts.
 
     Raises
     ------
@@ -125,6 +128,8 @@ def connect(address: Address, deadline: float) -> socket.socket:
         Nobody listens there.
     """
     while True:
+        if look is not None:
+            look()
         left = deadline - time.monotonic()
         try:
             made = _try_connect(address, max(left, RETRY_SECONDS))

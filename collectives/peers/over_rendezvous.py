@@ -49,6 +49,8 @@ class TcpWorld(World):
         reached: where it listens, as the tcp back end does.
     changed : threading.Condition, optional
         Guards everything, and is told of every change that a thread waits for; on a lock that can be taken twice.
+    look : callable, optional
+        Called now and then while the ranks are waited for; raises where one of them will not come.
 
     Attributes
     ----------
@@ -88,6 +90,7 @@ class TcpWorld(World):
         helpers: int = 0,
         hello: Callable[[str], Message] = _no_links,
         changed: threading.Condition | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         if size < 1 or not 0 <= rank < size + helpers:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
@@ -104,7 +107,7 @@ class TcpWorld(World):
         self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         try:
-            self._meet(rendezvous, timeout, hello)
+            self._meet(rendezvous, timeout, hello, look)
         except BaseException:
             self.end()
             raise
@@ -244,7 +247,13 @@ class TcpWorld(World):
             with contextlib.suppress(OSError):
                 self._undo.pop()()
 
-    def _meet(self, rendezvous: str, timeout: float, hello: Callable[[str], Message]) -> None:
+    def _meet(
+        self,
+        rendezvous: str,
+        timeout: float,
+        hello: Callable[[str], Message],
+        look: Callable[[], None] | None,
+    ) -> None:
         problem = ""
         if self.rank == 0:
             try:
@@ -254,7 +263,9 @@ class TcpWorld(World):
             else:
                 self._undo.append(hosted.close)
         try:
-            self.control = Control(rendezvous, self.rank, self.size + self.helpers, timeout=timeout)
+            self.control = Control(
+                rendezvous, self.rank, self.size + self.helpers, timeout=timeout, look=look
+            )
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
         self._undo.append(self.control.close)

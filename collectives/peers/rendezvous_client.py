@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.peers.address import connect, parse_address, processes_seen
+from collectives.peers.address import RETRY_SECONDS, connect, parse_address, processes_seen
 from collectives.peers.blame import Waiting
 from collectives.peers.peer_watchdog import stands_still
 from collectives.peers.rendezvous_state import FORMAT, Message, Unpacker, pack
@@ -50,7 +50,15 @@ class Control:
         The rank that hosts it, if one does.
     """
 
-    def __init__(self, rendezvous: str, rank: int, size: int, *, timeout: float) -> None:
+    def __init__(
+        self,
+        rendezvous: str,
+        rank: int,
+        size: int,
+        *,
+        timeout: float,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.rendezvous = rendezvous
         self.rank = rank
         self.size = size
@@ -66,7 +74,8 @@ class Control:
         self._early: Sequence[Message] = ()
         """What came together with the welcome: a rank that is quicker may have failed already."""
         self._writing = threading.Lock()
-        self._connection = connect(parse_address(rendezvous), time.monotonic() + timeout)
+        self._look = look
+        self._connection = connect(parse_address(rendezvous), time.monotonic() + timeout, look=look)
 
     @property
     def connection(self) -> socket.socket:
@@ -159,6 +168,12 @@ class Control:
             self.answer = message
 
     def _read_until(self, deadline: float) -> list[dict[str, Any]]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            while self._look is not None and time.monotonic() < deadline:
+                self._look()
+                if selector.select(RETRY_SECONDS):
+                    break
         try:
             self._connection.settimeout(max(0.01, deadline - time.monotonic()))
             data = self._connection.recv(1 << 16)

@@ -405,19 +405,14 @@ class Survivors:
                 missing = [rank for rank in self.members if (epoch, number, rank) not in self._texts]
                 if not missing:
                     return [self._texts.pop((epoch, number, rank)) for rank in self.members]
-                self._check_out()
-                anew = [rank for rank in self.members if (epoch + 1, rank) in self._said]
-                lost = sorted(self._gone & set(missing))
                 left = deadline - time.monotonic()
-                if lost or anew or left <= 0:
-                    peer = self.members.index((lost or anew or missing)[0])
-                    what = "has died" if lost else "begins anew" if anew else "does not answer"
-                    raise BackendError(
-                        f"rank {peer} {what} while the ranks that are left find each other",
-                        rank=self._place(),
-                        peer=peer,
-                    )
+                self._check_there(missing, silent=left <= 0)
                 self._changed.wait(left)
+
+    def check(self) -> None:
+        """Raise `BackendError` where one has died since the last agreement, or agrees anew."""
+        with self._changed:
+            self._check_there(self.members, silent=False)
 
     def close(self) -> None:
         """Close all connections and end the thread; closing twice is fine."""
@@ -437,6 +432,20 @@ class Survivors:
         self._selector.close()
         for one in (self._listener, self._waker, self._woken):
             one.close()
+
+    def _check_there(self, waited_for: Sequence[int], *, silent: bool) -> None:
+        """Raise where these will not say what they are waited for, or have not in time."""
+        self._check_out()
+        anew = [rank for rank in self.members if (self.epoch + 1, rank) in self._said]
+        lost = sorted(self._gone & set(waited_for))
+        if lost or anew or silent:
+            peer = self.members.index((lost or anew or list(waited_for))[0])
+            what = "has died" if lost else "begins anew" if anew else "does not answer"
+            raise BackendError(
+                f"rank {peer} {what} while the ranks that are left find each other",
+                rank=self._place(),
+                peer=peer,
+            )
 
     def _check_out(self) -> None:
         if self._after_me is not None:

@@ -623,6 +623,7 @@ class TcpBackend(OneRank):
                 helpers=self.helpers,
                 hello=hello,
                 changed=self._bell,
+                look=None if self.survivors is None else self.survivors.check,
             )
         except BaseException:
             for network in made:

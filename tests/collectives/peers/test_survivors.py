@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peer_watchdog import process_state
 from collectives.peers.rendezvous_state import pack
 from collectives.peers.survivors import Survivors, reach_each_other
@@ -336,3 +337,21 @@ def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again() -> None:
         assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
         one._cards[1] = card
         other.kill()
+
+
+def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> None:
+    """Ranks that go on look for deaths while they look for the rendezvous, and while they wait for its welcome."""
+    with job(3) as ranks:
+        agreed(ranks, {0: [], 1: [], 2: []})
+        ranks[1].check()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            threading.Timer(0.2, ranks[0].close).start()
+            begun = time.monotonic()
+            with pytest.raises(
+                BackendError, match="rank 0 has died while the ranks that are left find each other"
+            ):
+                TcpWorld(f"127.0.0.1:{port}", 1, 3, timeout=30, look=ranks[1].check)
+        with pytest.raises(BackendError, match="rank 0 has died"):
+            TcpWorld(f"127.0.0.1:{port}", 2, 3, timeout=30, look=ranks[2].check)
+        assert time.monotonic() - begun < 10
