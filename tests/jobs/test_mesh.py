@@ -20,14 +20,8 @@ SUMS = [[4.0, 3.0], [6.0, 3.0], [4.0, 7.0], [6.0, 7.0]]
 """Of ranks 1 to 4 along dp and along tp."""
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "tcp",
-        pytest.param("shared", marks=pytest.mark.thorough),
-        pytest.param("mpi", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["tcp", "shared", "mpi"])
 def test_both_axes_sum_at_once_in_communicators_of_their_own(backend: str, tmp_path: Path) -> None:
     if backend == "mpi":
         pytest.importorskip("mpi4py", reason="mpi4py is not installed")

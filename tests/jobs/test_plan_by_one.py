@@ -154,6 +154,7 @@ def test_a_planner_that_is_gone_is_named() -> None:
     assert all("rank 0" in str(error) or "peer 0" in str(error) for error in found[1:])
 
 
+@pytest.mark.thorough
 def test_one_rank_plans_the_ring_that_bench_times_beside_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all run the same; where there is no ring all do without, and rank 0 has the reason to print."""
     plan = topoplan.plan(DGX, gpus=[0, 1, 2])

@@ -199,6 +199,7 @@ def test_kernels_that_wait_for_a_dead_rank_end_and_new_arenas_are_made(
     assert settled() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("deaf", [False, True])
 def test_one_that_dies_within_a_replayed_graph_is_left_out(
     machine: Machine, cupy: ModuleType, deaf: bool

@@ -163,6 +163,7 @@ def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) 
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled
 @pytest.mark.parametrize("what", ["comm_window_register", "get_lsa_multimem_device_pointer", "mem_alloc"])
 def test_where_nccl_fails_on_one_rank_all_go_another_way_and_messages_still_move(
@@ -213,6 +214,7 @@ def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: Module
     assert found[1].get().tobytes() == np.arange(1000, dtype=np.float32).tobytes()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_closes_while_another_one_goes_on_is_named(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
 

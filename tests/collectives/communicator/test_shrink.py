@@ -170,8 +170,14 @@ def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")
 
 
-def test_what_was_planned_ahead_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = topoplan.plan_survival("dgx-1v")
+@pytest.fixture(scope="module")
+def book() -> topoplan.SurvivalPlans:
+    return topoplan.plan_survival("dgx-1v")
+
+
+def test_what_was_planned_ahead_is_not_planned_again(
+    book: topoplan.SurvivalPlans, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(what_is_left, "replan", None)
     with Communicator(book) as comm:
         comm.shrink(without=[3])
@@ -182,8 +188,7 @@ def test_what_was_planned_ahead_is_not_planned_again(monkeypatch: pytest.MonkeyP
         assert comm.plan == book.plan_without(links=["gpu0-gpu3"])
 
 
-def test_what_the_book_has_no_plan_for_is_planned() -> None:
-    book = topoplan.plan_survival("dgx-1v")
+def test_what_the_book_has_no_plan_for_is_planned(book: topoplan.SurvivalPlans) -> None:
     with Communicator(book) as comm:
         comm.shrink(without=[3, 5])
         assert comm.plan.rate == topoplan.replan(book.whole, without_gpus=[3, 5]).plan.rate

@@ -92,6 +92,7 @@ def test_staged_copies_pass_a_cpu() -> None:
         topoplan.verify(replace(made, topology=DGX.subset([6, 7])))
 
 
+@pytest.mark.thorough
 def test_small_buffers_stay_on_nvlink() -> None:
     """PCIe beside NVLink starts 3.7 ms late, staged copies do not: they pay from 38 MB on, peer access from 4 GB."""
     for channels, small, large in (("all", 2 << 30, 8 << 30), ("all-staged", 16 << 20, 64 << 20)):

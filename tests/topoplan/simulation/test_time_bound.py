@@ -91,6 +91,7 @@ def test_where_one_shot_ends_now() -> None:
         assert second.start == pytest.approx(HOP / (1 / slow - 1 / fast) * 1e9, rel=0.02)
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     direct_machines() | direct_machines(symmetric=True) | switched_machines(), st.sampled_from(COLLECTIVES)
