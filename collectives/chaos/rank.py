@@ -236,7 +236,8 @@ class _Life:
             if self._round % BORDER == 0:
                 if self._all_end():
                     return
-                if self._lets_in and self._comm.grow():
+                if self._lets_in:
+                    self._comm.grow()  # a rank that dies as it comes is there for some, so all of them meet
                     self._meet_others()
                 self._invite()
             elif not self._work():

@@ -390,7 +390,7 @@ class _Job:
             self._launcher.wait()
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
+                _signal(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         self._selector.close()
         self._listener.close()
@@ -431,23 +431,23 @@ class _Job:
             self._listen(what.gaps[0])
             since = time.monotonic()
             for pid in hogs:
-                os.kill(pid, signal.SIGKILL)
+                _signal(pid, signal.SIGKILL)
             return since
         if what.kind in (PAUSE, BURST):
             for number, gap in enumerate(what.gaps):
                 since = time.monotonic()
                 for pid in pids:
-                    os.kill(pid, signal.SIGCONT if number % 2 else signal.SIGSTOP)
+                    _signal(pid, signal.SIGCONT if number % 2 else signal.SIGSTOP)
                 self._listen(gap)
             if what.kind == BURST:
                 return since
             since = time.monotonic()
             for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+                _signal(pid, signal.SIGCONT)
             return since
         for pid in pids:  # of what kills and stops
             since = time.monotonic()
-            os.kill(pid, signal.SIGSTOP if what.kind == STOP else signal.SIGKILL)
+            _signal(pid, signal.SIGSTOP if what.kind == STOP else signal.SIGKILL)
             if what.kind == KILL_TWICE and pid != pids[-1]:
                 self._listen(what.gaps[0])
         return since
@@ -651,6 +651,12 @@ class _Job:
             told = f", with {list(one.there)}" if one.there else ""
             self._found("hangs", f"rank {rank} hangs{told}" + (f"\n{stacks}" if stacks else ""))
         raise _Broken
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a process, which may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _burn() -> int:

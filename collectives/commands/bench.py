@@ -143,13 +143,8 @@ def run(options: argparse.Namespace) -> int:
     from collectives.benchmark import check_dtype
 
     arguments.check_csv(options)
-    options.timeout = (
-        options.timeout
-        if options.timeout is not None
-        else TIMEOUT
-        if options.chaos is None
-        else CHAOS_TIMEOUT
-    )
+    if options.timeout is None:
+        options.timeout = TIMEOUT if options.chaos is None else CHAOS_TIMEOUT
     if options.seed is not None and options.chaos is None:
         raise UsageError(
             "--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out"

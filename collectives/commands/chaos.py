@@ -36,7 +36,6 @@ NOT_WITH = {
 }
 """Options that mean nothing here, and what they are where nobody gives them."""
 
-
 COUNTED = ("faults", "repeated", "refused", "wrong", "lost", "hangs", "left_over")
 """What is added up of tallies."""
 
@@ -101,7 +100,7 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
         Whether this process is one of several that a launcher has started.
     """
     from collectives.backends.open_backend import machine_helpers
-    from collectives.chaos.run import BACKENDS, END, Settings, chaos
+    from collectives.chaos.run import BACKENDS, END, Settings, Tally, chaos
 
     extra = arguments.first_given(options, NOT_WITH)
     if extra:
@@ -142,7 +141,7 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
         )
     faults = {kind: tally for kind, tally in sorted(outcome.tallies.items()) if kind != END}
     lines = [Line.of(kind, [tally]) for kind, tally in faults.items()]
-    lines += [Line.of("all", [*faults.values()]), Line.of(END, [outcome.tallies[END]])]
+    lines += [Line.of("all", [*faults.values()]), Line.of(END, [outcome.tallies.get(END, Tally())])]
     _report(options, settings, outcome, lines)
     return 1 if outcome.bad else 0
 
@@ -152,6 +151,8 @@ def _report(options: argparse.Namespace, settings: Settings, outcome: Outcome, l
     from collectives.chaos.work import PROBE_BYTES
 
     if options.csv:
+        if options.seed is None:
+            print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
         print_csv([line.to_object() for line in lines])
         return
     before, after, model = (

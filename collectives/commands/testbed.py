@@ -147,6 +147,7 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> i
             chunk_bytes=options.chunk,
             progress=progress,
         )
+    done = any(one.name == AFTER for one in dropped.phases)
     if options.json:
         print_json(
             {**_heading(plan), "chunk": options.chunk, "drop": dict(options.drop), **dropped.to_object()}
@@ -176,8 +177,11 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> i
             print(
                 f"# the run before which the ranks planned anew took {dropped.switch * 1e3:.1f} ms with that"
             )
-        print_notes(*dropped.notes)
-    done = any(one.name == AFTER for one in dropped.phases)
+        if not done:
+            print(
+                "# nothing was planned anew: no link was judged slow, or the model gains no more than 10 % by it"
+            )
+        print_notes(*plan_notes(plan), *dropped.notes)
     return 1 if any(one.wrong for one in dropped.phases) or not done else 0
 
 

@@ -111,7 +111,8 @@ class Communicator(DenseCollectives):
     on_failure : str
         What to do where a rank dies in a collective: "raise", or "shrink" to go on without it (`shrink`) and
         repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
-        ``tcp``, ``shared`` and ``mpi`` can. An average is then one of fewer ranks. What cannot be repeated raises
+        Of back ends whose ranks are processes tcp, shared and mpi can, torch with tensors on the CPU, and nccl where
+        its ranks meet at a rendezvous. An average is then one of fewer ranks. What cannot be repeated raises
         `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
         fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives are repeated
         with the residuals from before them, and by another exchange where fewer ranks do not have theirs. It costs
@@ -520,8 +521,9 @@ class Communicator(DenseCollectives):
             A rank is not there, none would be left, or this one is to be left out; or no channel joins those that are
             left.
         BackendError
-            The others have left this rank out (one that was taken for dead and comes back hears it here); half of the
-            ranks or more are silent, and no process that has ended; or the back end cannot go on without a rank.
+            The others have left this rank out (one that was taken for dead and comes back hears it here); fewer than
+            half are left, or half without the lowest, and some of the others are only silent; or the back end cannot go
+            on without a rank.
 
         Examples
         --------
@@ -566,7 +568,7 @@ class Communicator(DenseCollectives):
     def join(cls, invitation: str, *, seat: int | None = None, wait: float = 60.0) -> Communicator:
         """Come in, as a rank, where others go on without one; they call `grow`.
 
-        Everything is as it is for them: back end, plan, time limits, what to do on a failure. The next call of this
+        Everything is as it is for them: back end, plan, time limits, ``on_failure``, ``on_slow``. The next call of this
         rank is the one that theirs is behind `grow`.
 
         Parameters
@@ -613,6 +615,7 @@ class Communicator(DenseCollectives):
         made.epoch, made._company = left.epoch, left.company
         made._handed_over = max(one.handed_over for one in left.progress)
         made.notes = (f"epoch {made.epoch}: joined as rank {made.rank} of {made.size}",)
+        made._watch_anew()
         return made
 
     def grow(self, seats: Collection[int] | None = None) -> tuple[int, ...]:
@@ -1074,6 +1077,7 @@ class Communicator(DenseCollectives):
         if left.backend.name != self.backend:
             about += f"; over {left.backend.name}, before {self.backend}"
             self.backend = left.backend.name
+        self.engine = left.backend.about_engine if isinstance(left.backend, HasEngines) else ""
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
         self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
@@ -1092,9 +1096,8 @@ class Communicator(DenseCollectives):
 
     def _refuse(self, reason: str) -> None:
         """Tell the other ranks that this one will not take part."""
-        execution = self._open()
-        if execution.backend.one_rank:
-            self._in_order.run(lambda: execution.refuse(reason))
+        if self.one_rank:
+            self._in_order.run(lambda: self._open().refuse(reason))
 
     def _explained(self, asked: SparseRequest) -> Explanation:
         """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""

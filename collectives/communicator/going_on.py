@@ -20,7 +20,7 @@ from collectives.communicator.what_is_left import Change, Company
 from collectives.execution.plan_store import made_here
 from collectives.peers.plan_by_one import packed, plan_by_one, unpacked
 from collectives.peers.survivors import Knock, Survivors
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -193,14 +193,23 @@ def go_on(
     assert isinstance(backend, GoesOn), "looked at before"
     survivors, timeout = backend.survivors, state.terms.timeout
     assert survivors is not None, "looked at before"
+    # an attempt before this one may have come as far as an agreement
+    places = {seat: place for place, seat in enumerate(survivors.seats)}
+    seats, before = state.company.seats, set(survivors.members)
+    without = [places[seats[rank]] for rank in without if seats[rank] in places]
+    doubted = [places[seats[rank]] for rank in doubted if seats[rank] in places]
     attempts = backend.size + len(invited) + 1
     for attempt in range(attempts):
         survivors.agree(without, timeout=timeout, doubted=doubted, invited=invited)
         without, doubted, invited = (), (), ()
         try:
-            return _made_anew(survivors, timeout, _Told.of(state), state, only_changed=only_changed)
-        except BackendError:  # another rank has died meanwhile
-            if attempt == attempts - 1 or backend.survivors is None:
+            known = _Told(state.company, state.terms)
+            return _made_anew(survivors, timeout, known, state, only_changed=only_changed)
+        except (
+            TopoplanError
+        ) as error:  # another rank has died meanwhile, or one that comes cannot work with the others
+            again = isinstance(error, BackendError) or not before.issuperset(survivors.members)
+            if attempt == attempts - 1 or backend.survivors is None or not again:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
@@ -248,10 +257,6 @@ class _Told:
     company: Company
     terms: Terms
 
-    @staticmethod
-    def of(state: State) -> _Told:
-        return _Told(state.company, state.terms)
-
     def text(self, *, whole: bool) -> str:
         """For the others, with or without the first plan."""
         change, terms = self.company.change, self.terms
@@ -288,14 +293,16 @@ def _made_anew(
     heard : list of _Told, optional
         Where one that comes puts what it is told.
     only_changed : bool
-        Return None where nobody is gone or has come.
+        Return None where nobody is gone or has come, and no rank wants to begin anew all the same.
     """
 
     def gather(text: str) -> list[str]:
         return survivors.gather(text, timeout=timeout)
 
     rank, size = survivors.members.index(survivors.rank), len(survivors.members)
-    has = gather("" if state is None else f"{state.company.change.digest} {state.plans.digest}")
+    own = "" if state is None else f"{state.company.change.digest} {state.plans.digest}"
+    told = [json.loads(text) for text in gather(json.dumps([own, only_changed]))]
+    has = [one for one, _ in told]
     if len(set(has)) > 1:  # one comes, or one had heard of an agreement that others had not
         teller = next(place for place, one in enumerate(has) if one)
         mine = known.text(whole="" in has) if known and rank == teller else ""
@@ -305,7 +312,7 @@ def _made_anew(
     assert known is not None, "who comes was told"
     company = known.company.at(survivors.seats)
     if state is not None and set(has) == {f"{company.change.digest} {state.plans.digest}"}:
-        if only_changed:
+        if all(content for _, content in told):
             return None
         plans = state.plans
     else:
@@ -320,11 +327,11 @@ def _made_anew(
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
         progress = state.progress if state else Progress()
-        told = [Progress(*json.loads(text)) for text in gather(json.dumps(astuple(progress)))]
+        progresses = [Progress(*json.loads(text)) for text in gather(json.dumps(astuple(progress)))]
     except BaseException:
         made.survivors = None
         made.close()
         raise
     if state is not None and isinstance(state.backend, GoesOn):
         state.backend.survivors = None
-    return Left(made, company, plans, survivors.epoch, tuple(told))
+    return Left(made, company, plans, survivors.epoch, tuple(progresses))

@@ -166,11 +166,13 @@ def _stand_still(synchronizer: GradientSynchronizer, gradients: Sequence[object]
 
 def _lost(options: argparse.Namespace) -> tuple[int, int] | None:
     """Which rank is lost, and in which step."""
-    for name in ("built_in", "cached", "compress", "straggler"):
+    for name in ("built_in", "cached", "compress", "straggler", "plot", "work"):
         if getattr(options, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} is for processes that torchrun starts; leave it out"
             )
+    if options.dtype == "bfloat16":
+        raise UsageError("--dtype bfloat16 is for processes that torchrun starts; numpy has none")
     if options.lose is None:
         if options.back is not None:
             raise UsageError("nobody is lost that could return; give --lose")
@@ -180,6 +182,8 @@ def _lost(options: argparse.Namespace) -> tuple[int, int] | None:
         raise UsageError(
             f"--lose {options.lose} names no rank and step; give for example 2@100, of 2 processes or more"
         )
+    if int(step) >= options.steps:
+        raise UsageError(f"there is no step {step} of {options.steps} in which a rank could be lost")
     if options.back is not None and not int(step) < options.back < options.steps:
         raise UsageError(
             f"a rank that is lost in step {step} cannot return in step {options.back} of {options.steps}"

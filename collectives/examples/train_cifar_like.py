@@ -44,6 +44,8 @@ def main() -> None:
     """Train as the command line says."""
     parser = _parser()
     options = parser.parse_args()
+    if not options.processes and (options.lose is not None or options.back is not None):
+        parser.error("--lose and --return are for --processes")
     if options.processes:
         try:
             if fewer_ranks.FOLDER in os.environ:

@@ -161,6 +161,7 @@ class Survivors:
         self._knocking: dict[_Line, Knock] = {}
         self._gone: set[int] = set()
         self._unreached: set[int] = set()
+        self._told_gone: frozenset[int] = frozenset()
         self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
@@ -174,10 +175,15 @@ class Survivors:
         made: Survivors | None = None
         with contextlib.suppress(OSError):
             made = Survivors(local)
-        cards = gather("" if made is None else made.card)
-        if made is not None and reach_each_other(cards):
-            made.know(rank, cards)
-            return made
+        try:
+            cards = gather("" if made is None else made.card)
+            if made is not None and reach_each_other(cards):
+                made.know(rank, cards)
+                return made
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
         if made is not None:
             made.close()
         return None
@@ -288,7 +294,8 @@ class Survivors:
         seats : int
             How many there are.
         """
-        asking = {int(number): Card.of(card) for text in texts for number, card in json.loads(text)}
+        named = [(int(number), Card.of(card)) for text in texts for number, card in json.loads(text)]
+        asking = {number: card for number, card in named if number not in self.members}
         empty = [seat for seat in range(seats) if seat not in self.seats]
         found = []
         for number, card in sorted(asking.items(), key=lambda one: (one[1].seat < 0, one[1].seat, one[0])):
@@ -363,6 +370,7 @@ class Survivors:
                     silent |= late
                 if said != (new, frozenset(gone)):
                     since, said = time.monotonic(), (new, frozenset(gone))
+                    self._told_gone = frozenset(gone)
                     told = {"gone": sorted(gone), "silent": sorted(silent), "new": self._cards_of(new)}
                     for line in list(self._lines.values()):
                         self._send(line, {**self._head("gone", wanted), **told})
@@ -382,6 +390,9 @@ class Survivors:
             for visitor in list(self._visitors):
                 self._answer(visitor, wanted)
             self.epoch, self.members, self._round = wanted, left, 0
+            self._said = {key: one for key, one in self._said.items() if key[0] > wanted}
+            self._silent = {key: one for key, one in self._silent.items() if key[0] > wanted}
+            self._texts = {key: one for key, one in self._texts.items() if key[0] >= wanted}
             return self.seats
 
     def gather(self, text: str, *, timeout: float) -> list[str]:
@@ -513,7 +524,7 @@ class Survivors:
         self._listen()
         for line in list(self._lines.values()):
             self._drop(line)
-        self._lines, self._gone, self._unreached = {}, set(), set()
+        self._lines, self._gone, self._unreached, self._told_gone = {}, set(), set(), frozenset()
 
     def _reach(self, members: Sequence[int]) -> None:
         """Open a line to every other rank to which there is none."""
@@ -679,7 +690,9 @@ class Survivors:
                 self._let_in(epoch, new)
                 self._said[epoch, line.rank] = frozenset(new), frozenset(map(int, message["gone"]))
                 self._silent[epoch, line.rank] = frozenset(map(int, message["silent"]))
-        else:
+        elif (
+            line.rank not in self._told_gone
+        ):  # others may have decided without it, by what this rank has said
             left = tuple(map(int, message["left"]))
             if self.rank not in left:
                 self._after_me = epoch, left

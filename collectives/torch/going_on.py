@@ -307,21 +307,22 @@ class GoingOnExchange(BucketExchange):
 
     def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
         """End a step together with those that are left, and tell of the others."""
-        fewer = False
+        fewer, among = False, self._seats
         while True:
             try:
                 if fewer:
                     again()
                 complete()
+                among = self._averager.communicator.seats
                 told = self._meet()
                 break
             except BackendError as error:
                 told, fewer = self._go_on(error), True
                 if self._has_it and max(steps for steps, _ in told.values()) > self._steps:
-                    break  # some rank was told that all have their averages
+                    break  # some rank was told that all of these have theirs; who is gone since is told a step later
         self._steps, self._before = self._steps + 1, self._behind
         before, kept, lost = self._seats, self._kept, Unsent()
-        self._seats, self._kept = tuple(told), {seat: unsent for seat, (_, unsent) in told.items()}
+        self._seats, self._kept = among, {**kept, **{seat: unsent for seat, (_, unsent) in told.items()}}
         for seat in before:
             if seat not in self._seats:
                 lost = lost.plus(kept.get(seat, Unsent()))
@@ -344,9 +345,9 @@ class GoingOnExchange(BucketExchange):
             with suppress(Exception):
                 one.wait()
         while True:
-            size = comm.size
+            seats = comm.seats
             comm.shrink()
-            if comm.size == size:
+            if comm.seats == seats:
                 raise error
             try:
                 return self._meet()

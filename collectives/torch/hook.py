@@ -209,9 +209,13 @@ class HookState:
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if invitation is not None:
             self.communicator = comm = Communicator.join(invitation, wait=timeout)
-            self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
-            within = InStepAverager(comm, how, self.recorder)
-            self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
+            with ExitStack() as on_error:
+                on_error.callback(comm.close)
+                self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
+                within = InStepAverager(comm, how, self.recorder)
+                self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
+                log_start(comm, how)
+                on_error.pop_all()
             return
         if verdict.plan is None:
             if on_failure == "shrink":
@@ -525,13 +529,13 @@ class HookState:
         """A step has ended with other ranks."""
         comm, step = self.communicator, self.recorder.step
         assert comm is not None, "of which they are"
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size = now.index(comm.seats[comm.rank]), len(now)
         self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
         without = tuple(rank for rank, seat in enumerate(before) if seat not in now)
         if without:
             self.shrunk = (*self.shrunk, Shrunk(step, without, len(before), len(now), lost))
-        if self._on_change is not None and len(before) != len(now):
+        if self._on_change is not None:
             self._on_change(len(before), len(now))
 
     def _leave(self) -> None:

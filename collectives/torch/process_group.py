@@ -7,7 +7,7 @@ environment variable TOPOPLAN_PLAN names, or it is made from what the job runs o
 file that is no plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves
 tensors between GPUs: auto, windows or messages, as for `Communicator`.
 
-With TOPOPLAN_ON_FAILURE=shrink the default group goes on without a rank that dies, where all tensors are on the CPU:
+With TOPOPLAN_ON_FAILURE=shrink the default group goes on without a rank that dies, where torch sees no GPU:
 what runs by plan is repeated among the ranks that are left (`Communicator`), and beneath it they make a new group of
 gloo, since torch can take no member out of one. `rank` and `size` change, so that what divides by the number of ranks
 goes on right, as DDP does. Groups of some of its ranks do not go on: torch keeps their ranks by the old numbers.

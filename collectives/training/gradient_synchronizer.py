@@ -75,20 +75,22 @@ class GradientSynchronizer:
         Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
     invitation : str, optional
         By which this process comes in where a rank is gone (`Communicator.invitation`): the others let it in by `grow`,
-        which it calls first. Plan, back end and ``on_failure`` are theirs.
+        which it calls first. Plan, back end, its engine and ``on_failure`` are theirs, the other settings are to be
+        given as they were to them.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
         Of the back end between GPUs, as `Communicator` takes them.
     on_failure : str
-        What to do where a rank dies: "raise", or with tcp and shared "shrink" to go on without it (`Communicator`).
+        What to do where a rank dies: "raise", or "shrink" to go on without it, where the back end can (`Communicator`).
         A bucket is then averaged over the ranks whose gradients were added up, also where in one step that are four in
         the first buckets and three in the others; on all ranks that are left the same bits. What the lost rank had kept
         of sparse gradients, low ranks or significance is lost, that of the others is used as ever. `recorder` and
         `collectives.report` say who was lost, and in which step and bucket. Not with SSP, ASP and Gossip.
     on_change : callable, optional
         Called with the numbers of ranks before and after when other ranks have taken part than before: at the end of
-        the step, before its averages are returned, in the same step on all ranks. Here a rate of learning is scaled.
+        the step, before its averages are returned, in the same step on all ranks, one that has just come too. Here a
+        rate of learning is scaled.
     name : str
         Of the recorder.
 
@@ -338,7 +340,7 @@ class GradientSynchronizer:
     def grow(self, arrays: Any) -> tuple[int, ...]:
         """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
 
-        All ranks call it at the same steps, each time or every so many; it costs them a meeting with short texts. One
+        All ranks call it at the same steps, each time or every so many; it costs two meetings with short texts. One
         that was made with an ``invitation`` calls it first of all, and is then where the others are: in the same step,
         with their arrays. It has kept nothing of gradients; in `LocalSGD` its parameters are those of one of them.
 
@@ -350,7 +352,7 @@ class GradientSynchronizer:
         Returns
         -------
         tuple of int
-            Those that have come, by their numbers in the first plan.
+            The ranks that have come, as all are counted from now on.
 
         Raises
         ------
@@ -368,8 +370,8 @@ class GradientSynchronizer:
             if comm.on_failure != "shrink" or not comm.one_rank:
                 raise UsageError("ranks that raise when one dies let nobody in; use on_failure='shrink'")
         before = self.recorder.among
-        if not self._comes and not comm.grow():
-            return ()
+        if not self._comes:
+            comm.grow()  # who has come may have died again before some of the others return, so all of them meet
         with self._refusing("growing"):
             among = hand_on(
                 comm,
@@ -381,10 +383,9 @@ class GradientSynchronizer:
             )
         if self._comes:
             self._comes = False
-            before = self.recorder.among = self._among = among
-            self.recorder.ranks = len(among)
-            return (comm.seats[comm.rank],)
-        return tuple(seat for seat in among if seat not in before)
+            return (comm.rank,)
+        come = set(among).difference(before)
+        return tuple(rank for rank, seat in enumerate(comm.seats) if seat in come)
 
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
@@ -621,12 +622,13 @@ class GradientSynchronizer:
         numbers = [self.recorder.step, self._averaged, self._heard, self._averager.due, self._apart]
         pulled = {} if self._proximal is None else self._proximal.common()
         kept = {f"kept {name}": one for name, one in self._averager.common().items()}
-        return {"numbers": np.array(numbers), **pulled, **kept}
+        return {"numbers": np.array(numbers), "among": np.array(self._among), **pulled, **kept}
 
     def _take_common(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Go on from what `_common` gave on another rank."""
         step, self._averaged, self._heard, self._averager.due, apart = map(int, state["numbers"])
         self.recorder.step, self._apart = step, bool(apart)
+        self._among = self.recorder.among = tuple(map(int, state["among"]))
         if self._proximal is not None:
             self._proximal.restore_common(state)
         kept = {name[5:]: one for name, one in state.items() if name.startswith("kept ")}
@@ -640,7 +642,7 @@ class GradientSynchronizer:
         notes = self.communicator.notes
         self.recorder.explain_changes(self._averager.norm_kept(), notes[self._notes :])
         self._notes = len(notes)
-        if self._on_change is not None and len(before) != len(self._among):
+        if self._on_change is not None:
             self._on_change(len(before), len(self._among))
 
     @contextlib.contextmanager

@@ -201,7 +201,8 @@ class Recorder:
     def explain_changes(self, kept: float | None, notes: tuple[str, ...]) -> None:
         """Say of the changes that were not explained yet what this rank has kept and what was planned."""
         for place in range(self._explained, len(self._changes)):
-            self._changes[place] = replace(self._changes[place], kept=kept, notes=notes)
+            last = place == len(self._changes) - 1
+            self._changes[place] = replace(self._changes[place], kept=kept, notes=notes if last else ())
         self._explained = len(self._changes)
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def meet_again(gather: Gather, placement: Placement) -> tuple[Placement, Segment
 
 def _met(gather: Gather, placement: Placement, descriptor: int) -> tuple[Placement, Segment]:
     segment = Segment(descriptor, Control.size(len(placement.members)))
-    gather("")
+    try:
+        gather("")
+    except BaseException:
+        segment.close()
+        raise
     return placement, segment
 
 
@@ -108,16 +113,17 @@ def _share(gather: Gather, placement: Placement) -> int | None:
     """A file descriptor of the memory of this rank's host; None on all ranks if one of them cannot have it."""
     leads = placement.rank == placement.leader
     descriptor = create_memory() if can_share() and leads else None
-    told = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
-    if told and not leads:
-        try:
-            descriptor = open_memory(*map(int, told.split()))
-        except OSError:
-            descriptor = None
-    if all(gather("" if descriptor is None else "has it")):
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
+    with ExitStack() as unless_kept:
+        if descriptor is not None:
+            unless_kept.callback(os.close, descriptor)
+        told = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
+        if told and not leads:
+            with suppress(OSError):
+                descriptor = open_memory(*map(int, told.split()))
+                unless_kept.callback(os.close, descriptor)
+        if all(gather("" if descriptor is None else "has it")):
+            unless_kept.pop_all()
+            return descriptor
     return None
 
 

@@ -50,7 +50,7 @@ from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Reading, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
 """Bytes that are added up at once where that is done in Python."""
@@ -202,6 +202,7 @@ class SharedBackend(OneRank):
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
+        self._check_open()
         try:
             self._run(call)
         except BaseException as error:
@@ -226,7 +227,12 @@ class SharedBackend(OneRank):
             self._arenas.close()
             self._segment.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError(f"the {self.name} back end has ended; make a new one", rank=self.ranks[0])
+
     def _telling(self) -> AbstractContextManager[None]:
+        self._check_open()
         return self._world.watch.telling()
 
     def _stops(self, error: BaseException) -> None:
@@ -258,6 +264,7 @@ class SharedBackend(OneRank):
         kind, pack = self._prepared(call, memory, lines), call.signature.packing()
 
         def run(number: int, source: int, result: int) -> None:
+            self._check_open()
             try:
                 self._run_here(kind, pack(number), number, source, result)
             except BaseException as error:
