@@ -195,13 +195,13 @@ def go_on(
     assert survivors is not None, "looked at before"
     # an attempt before this one may have come as far as an agreement
     places = {seat: place for place, seat in enumerate(survivors.seats)}
-    seats, before = state.company.seats, set(survivors.members)
-    without = [places[seats[rank]] for rank in without if seats[rank] in places]
-    doubted = [places[seats[rank]] for rank in doubted if seats[rank] in places]
+    taken, before = state.company.seats, set(survivors.members)
+    without = [places[taken[rank]] for rank in without if taken[rank] in places]
+    doubted = [places[taken[rank]] for rank in doubted if taken[rank] in places]
     attempts = backend.size + len(invited) + 1
     for attempt in range(attempts):
         survivors.agree(without, timeout=timeout, doubted=doubted, invited=invited)
-        without, doubted, invited = (), (), ()
+        without, doubted, invited = [], [], ()
         try:
             known = _Told(state.company, state.terms)
             return _made_anew(survivors, timeout, known, state, only_changed=only_changed)

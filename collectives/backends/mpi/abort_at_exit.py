@@ -46,12 +46,15 @@ class _Remains:
         Of all its ranks.
     survivors : Survivors
         Who knows which of them are out by now.
+    numbers : tuple of int
+        What it calls them.
     lost : bool
         Whether one has failed.
     """
 
     placement: Placement
     survivors: Survivors
+    numbers: tuple[int, ...]
     lost: bool
 
     @property
@@ -62,8 +65,8 @@ class _Remains:
 
     def end_stopped(self) -> None:
         """End ranks of this machine that are out and stopped, for which the launcher would wait for ever."""
-        for rank, pid in enumerate(self.placement.pids):
-            if pid and rank not in self.survivors.members and process_state(pid) in "Tt":
+        for number, pid in zip(self.numbers, self.placement.pids, strict=True):
+            if pid and number not in self.survivors.members and process_state(pid) in "Tt":
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -94,6 +97,7 @@ def went_on(
     control: Control,
     placement: Placement,
     survivors: Survivors,
+    numbers: tuple[int, ...],
     farewell: Callable[[], None] | None = None,
 ) -> None:
     """The ranks that are left have another back end: this process may end well all the same.
@@ -103,6 +107,8 @@ def went_on(
     control, placement
         Of the one that they had.
     survivors : Survivors
+    numbers : tuple of int
+        What it calls the ranks of that one.
     farewell : callable, optional
         Where the new one uses MPI too: waits for the other ranks at the end.
     """
@@ -111,7 +117,7 @@ def went_on(
         _note_status()
     _open.pop(id(control), None)
     failure = control.failure()
-    _left[id(control)] = _Remains(placement, survivors, failure is not None and failure.lost)
+    _left[id(control)] = _Remains(placement, survivors, numbers, failure is not None and failure.lost)
     _farewell = farewell
 
 

@@ -88,6 +88,7 @@ class MpiBackend(SharedBackend):
         self._begin_over(comm, placement, segment, fence=fence, timeout=timeout)
         local = address_among(comm.allgather, comm.rank)
         self.survivors = Survivors.of(comm.allgather, comm.rank, local) if local else None
+        self._numbers = self.survivors.members if self.survivors else ()
 
     def _begin_over(
         self,
@@ -138,10 +139,16 @@ class MpiBackend(SharedBackend):
             placement, segment = meet_again(gather, left)
             made = MpiBackend.__new__(MpiBackend)
             made._begin_over(comm, placement, segment, fence=fence_without_mpi(), timeout=self._timeout)
-            made.survivors, made._in_order = survivors, False
-            went_on(self._control, self._placement, survivors, partial(made._hosts.farewell, self._timeout))
+            made.survivors, made._numbers, made._in_order = survivors, survivors.members, False
+            went_on(
+                self._control,
+                self._placement,
+                survivors,
+                self._numbers,
+                partial(made._hosts.farewell, self._timeout),
+            )
             return made
-        went_on(self._control, self._placement, survivors)
+        went_on(self._control, self._placement, survivors, self._numbers)
         return _without_mpi(
             gather, one_host, rank=rank, size=size, timeout=self._timeout, survivors=survivors
         )
