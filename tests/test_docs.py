@@ -211,9 +211,10 @@ def test_python_for_several_ranks_prints_what_the_page_says(
         told, errors, statuses = each_by_itself(file, ranks, environment)
         assert sorted(statuses) == [-signal.SIGKILL] * count + [0] * (ranks - count), errors[-3000:]
     else:
-        # else a second life may find in torchrun's store what the first one has left there
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         restarts = ["--max-restarts", str(count)] if what == "restarts" else []
+        if restarts:
+            # else a second life may find in torchrun's store what the first one has left there
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         launcher = ["-m", "torch.distributed.run", "--standalone", *restarts, "--nproc-per-node", str(ranks)]
         done = subprocess.run(
             [sys.executable, *launcher, str(file)],

@@ -148,7 +148,7 @@ class SharedWorld(World):
         try:
             self._reach(note.ljust(LENGTH), take)
             said = [
-                one.encode("latin-1") if isinstance(one, str) else _read(self._placement.pids[rank], one)
+                one.encode("latin-1") if isinstance(one, str) else self._read(rank, one)
                 for rank, one in sorted(told.items())
             ]
             if any(not isinstance(one, str) for one in told.values()):
@@ -157,6 +157,17 @@ class SharedWorld(World):
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _read(self, rank: int, descriptor: int) -> bytes:
+        """What lies in memory of a rank's own."""
+        try:
+            return _contents(self._placement.pids[rank], descriptor)
+        except (
+            FileNotFoundError,
+            ProcessLookupError,
+        ):  # it has gone with its process, or with what ended that call
+            self.watch.check()
+            self.watch.fail(rank, 0, "the peer's memory is gone: its process has ended", lost=True)
 
     def trouble(self) -> BackendError | None:
         """See `World.trouble`."""
@@ -256,7 +267,7 @@ def _signature(note: bytes) -> Signature:
         return Signature(-1, "", 0, "largest", None, None, "", 0, 0)
 
 
-def _read(pid: int, descriptor: int) -> bytes:
+def _contents(pid: int, descriptor: int) -> bytes:
     with open(open_memory(pid, descriptor), "rb") as memory:
         memory.seek(0)
         return memory.read()

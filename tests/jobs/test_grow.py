@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.chaos.rank import backend_at
+from collectives.peers.over_shared_memory import SharedWorld
 from collectives.peers.survivors import Survivors
 from tests.faults.recovery import STEP_SECONDS, plan_for
 from tests.support.tcp_jobs import backends_in_threads
@@ -240,3 +242,46 @@ def test_links_go_on_over_the_wires_of_the_ranks_that_are_left(tmp_path: Path) -
 
     found = backends_in_threads(3, body, wires=path)
     assert found == [{(0, 1): "127.0.3.1"}, None, {(1, 0): "127.0.1.3"}]
+
+
+def dies_before_its_word_is_read(rank: int, meeting: str, told: Connection) -> None:
+    """Rank 0 says what lies in memory of its own, and is gone before the others open that."""
+    comm = Communicator(plan_for(3), backend_at("shared", rank, 3, meeting=meeting, timeout=STEP_SECONDS))
+    reach = SharedWorld._reach
+
+    def reached(self: SharedWorld, *given: Any) -> Any:
+        found = reach(self, *given)
+        if b'{"text": ' in given[0] and b'"read"' not in given[0]:
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.3)
+        return found
+
+    SharedWorld._reach = reached  # type: ignore[method-assign]
+    try:
+        comm.gather_texts("long " * 20_000)
+    except BackendError as error:
+        SharedWorld._reach = reach  # type: ignore[method-assign]
+        comm.shrink()
+        told.send((error.peer, comm.size, comm.all_reduce(np.ones(3)).tolist()))
+    comm.close()
+
+
+@pytest.mark.thorough
+def test_a_rank_that_dies_before_its_long_word_is_read_is_a_failure_like_others(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    processes = [
+        context.Process(target=dies_before_its_word_is_read, args=(rank, f"unix:{tmp_path}/m", pipe[1]))
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for reader, _ in pipes[1:]:
+            assert reader.poll(LIMIT_SECONDS)
+            assert reader.recv() == (0, 2, [2.0] * 3)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
