@@ -45,6 +45,7 @@ def kept(comm: Communicator, key: str = "") -> Array:
     return residual
 
 
+@pytest.mark.thorough
 def test_every_exchange_gives_and_keeps_loopbacks_bits_over_tcp() -> None:
     steps = steps_of_each()
     found = outcome(in_threads(TWO_SERVERS, lambda comm, rank: taken(comm, steps, read_only, as_it_is)))

@@ -44,6 +44,7 @@ def test_all_survivors_name_the_rank_that_was_killed_stopped_or_interrupted(what
     assert {report["peer"] for listed in reports.values() for report in listed} == {what.victim}
 
 
+@pytest.mark.thorough
 def test_a_link_slower_than_the_timeout_is_no_failure_while_bytes_arrive_anywhere() -> None:
     """Two ranks of a chain wait at the same time, and much longer than their timeout, for their first chunk."""
     timeout, tree = 0.3, stage("broadcast", 0, chain(range(4), 0))

@@ -105,6 +105,7 @@ def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: M
         assert "which has not called this collective" in str(results[rank])
 
 
+@pytest.mark.thorough
 def test_a_gpu_that_stands_still_ends_the_collective_on_every_rank_and_names_the_step(
     machine: Machine, cupy: ModuleType
 ) -> None:

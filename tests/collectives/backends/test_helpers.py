@@ -88,6 +88,7 @@ def test_entries_are_exchanged_among_ranks_and_dense_ones_added_by_helpers(
     assert found[RANKS:] == [helped] * HELPERS
 
 
+@pytest.mark.thorough
 def test_ranks_on_one_host_add_up_what_helpers_would(tmp_path: Path) -> None:
     plan = topoplan.plan(helped_star(RANKS, HELPERS))
     with Communicator(plan) as comm:

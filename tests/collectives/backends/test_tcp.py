@@ -89,6 +89,7 @@ def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path:
         assert [one[number][-1] for one in found] == seals(on_loopback(plan, arrays, 50000))
 
 
+@pytest.mark.thorough
 @given(
     st.integers(1, 5),
     st.sampled_from(EVERY),

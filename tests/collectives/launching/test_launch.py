@@ -86,6 +86,7 @@ def test_every_process_learns_its_place(capfd: pytest.CaptureFixture[str]) -> No
     assert {line[5] for line in lines} == {"more"}
 
 
+@pytest.mark.thorough
 def test_a_tcp_job_runs_and_its_lines_can_carry_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch_local([sys.executable, "-c", ADD_UP], 3, prefix=True) == 0
     lines = sorted(capsys.readouterr().out.splitlines())

@@ -107,6 +107,7 @@ def test_the_pick_is_the_least_of_all_candidates(case: tuple[str, str]) -> None:
         assert topoplan.simulate(choice.plans, nbytes=nbytes).seconds <= least * (1 + TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_curves_meet_at_every_crossover(case: tuple[str, str]) -> None:

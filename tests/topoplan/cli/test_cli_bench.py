@@ -108,6 +108,7 @@ def test_every_collective_runs_on_processes(collective: str) -> None:
     assert len([line for line in lines if line.startswith("#")]) == 3
 
 
+@pytest.mark.thorough
 def test_paced_links_stand_beside_the_model(plan_path: Path, tmp_path: Path) -> None:
     """A collective on links at a thousandth takes no less than the model's bandwidth term; its trace holds both."""
     trace = tmp_path / "trace.json"

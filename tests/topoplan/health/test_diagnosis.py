@@ -161,6 +161,7 @@ def test_servers_that_are_alike_are_named_once() -> None:
     assert found(both) == ["s0.gpu0-s0.gpu3 (as in s1): no NVLink, should be 2 NVLinks of 25 GB/s"]
 
 
+@pytest.mark.thorough
 def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
     """Two DGX-1V without gpu0-gpu3 on a fast network could do what two whole ones do."""
     pair, whole = (

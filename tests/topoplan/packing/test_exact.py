@@ -56,6 +56,7 @@ def proved(topology: Topology, collective: str, *, root: int | None = None, orde
     return made
 
 
+@pytest.mark.thorough
 @given(direct_machines(most=4), ANY_COLLECTIVE, st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_the_rate_is_the_optimum_over_all_listed_trees(

@@ -121,6 +121,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUICK)
 def test_a_page_is_well_formed_and_small(name: str) -> None:
     """Balanced, ids once, links within, nothing loaded, under 2 MB, and the same bytes twice."""

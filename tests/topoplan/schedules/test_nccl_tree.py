@@ -147,6 +147,7 @@ def test_it_is_a_valid_plan_below_the_packed_trees_on_other_clusters(machine: To
     assert sum(shard.share for shard in made.shards) == 1
 
 
+@pytest.mark.thorough
 @given(direct_machines() | switched_machines(), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_it_is_valid_on_any_machine(machine: Topology, servers: int) -> None:

@@ -48,6 +48,7 @@ def loads(columns: Columns, solution: dict[int, Fraction], rows: int) -> list[Fr
     return [sum((columns[j][i] * x for j, x in solution.items()), Fraction(0)) for i in range(rows)]
 
 
+@pytest.mark.thorough
 @given(SMALL | NEARLY_EQUAL | HUGE)
 @settings(max_examples=300, deadline=None)
 def test_the_optimum_is_the_exact_one(program: tuple[list[int], Columns, list[int]]) -> None:

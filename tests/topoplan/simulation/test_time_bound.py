@@ -108,6 +108,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
             assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
