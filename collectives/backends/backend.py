@@ -325,17 +325,11 @@ class GoesOn(Protocol):
     ----------
     survivors : Survivors or None
         How ranks that are left find each other; None where they cannot, or a new back end has taken it over.
-    timeout : float
-        Seconds that a rank waits for another one.
     about : dict
         What that of a rank that joins these must be made with, as JSON has it (`open_among`).
     """
 
     survivors: Survivors | None
-
-    @property
-    def timeout(self) -> float:
-        """See above."""
 
     @property
     def about(self) -> dict[str, Any]:

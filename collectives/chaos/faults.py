@@ -46,7 +46,7 @@ class Fault:
     Parameters
     ----------
     number : int
-        The how manieth.
+        Its place in the schedule, from 0.
     kind : str
         ``kill``: SIGKILL; ``two at once``; ``during recovery``: a second one while the others find each other;
         ``stop``: SIGSTOP until the others have gone on; ``pause``: SIGSTOP for less than the timeout; ``bursts``: of

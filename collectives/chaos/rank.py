@@ -32,7 +32,6 @@ from collectives.backends.tcp.loops import compile_ahead as compile_loops_ahead
 from collectives.chaos.work import ALIKE, BORDER, Piece, given, round_of, wrong_elements
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.peers.over_rendezvous import TcpWorld
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -206,13 +205,7 @@ def backend_at(name: str, rank: int, size: int, *, meeting: str, timeout: float)
         return MpiBackend(timeout=timeout)
     if name == "tcp":
         return TcpBackend(rank, size, rendezvous=meeting, timeout=timeout, meeting_timeout=START_SECONDS)
-    world = TcpWorld(meeting, rank, size, timeout=START_SECONDS)
-    try:
-        return SharedBackend(
-            lambda text: world.texts(text, timeout=START_SECONDS), rank=rank, size=size, timeout=timeout
-        )
-    finally:
-        world.close()
+    return SharedBackend.met_at(meeting, rank, size, timeout=timeout, meeting_timeout=START_SECONDS)
 
 
 class _Life:

@@ -89,8 +89,8 @@ class Settings:
     backend: str
     seconds: float
     seed: int
-    timeout: float = 1.0
-    largest: int = 4 << 20
+    timeout: float
+    largest: int
     chunk: int | None = None
 
     @property
@@ -380,8 +380,7 @@ class _Job:
         """End all processes, whatever they do."""
         for one in self._ranks.values():
             if one.pid and not one.ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(one.pid, signal.SIGKILL)
+                _signal(one.pid, signal.SIGKILL)
             if one.connection is not None:
                 one.connection.close()
         if self._launcher is not None:
@@ -389,8 +388,8 @@ class _Job:
                 self._launcher.kill()
             self._launcher.wait()
         for pid in self._children:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                _signal(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self._selector.close()
         self._listener.close()
@@ -462,7 +461,7 @@ class _Job:
     def _bury(self, one: _Rank, *, stopped: bool) -> None:
         """See to it that a victim ends, and one that was stopped hears first that it is out."""
         if stopped:
-            os.kill(one.pid, signal.SIGCONT)
+            _signal(one.pid, signal.SIGCONT)
             self._listen_until(lambda: one.left is not None, self._patience)
             if OUT not in one.error:
                 self._found("lost", f"rank {one.rank} comes back and hears {one.error or 'nothing'!r}")
@@ -643,8 +642,7 @@ class _Job:
         for rank in ranks:
             one, stacks = self._ranks[rank], ""
             if one.pid and not one.ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(one.pid, signal.SIGUSR1)
+                _signal(one.pid, signal.SIGUSR1)
                 time.sleep(0.3)
                 for path in Path(self._folder).glob(f"stacks-{rank}-{one.pid}"):
                     stacks = path.read_text(errors="replace")

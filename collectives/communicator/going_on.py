@@ -203,8 +203,7 @@ def go_on(
         survivors.agree(without, timeout=timeout, doubted=doubted, invited=invited)
         without, doubted, invited = [], [], ()
         try:
-            known = _Told(state.company, state.terms)
-            return _made_anew(survivors, timeout, known, state, only_changed=only_changed)
+            return _made_anew(survivors, state, timeout=timeout, only_changed=only_changed)
         except (
             TopoplanError
         ) as error:  # another rank has died meanwhile, or one that comes cannot work with the others
@@ -240,7 +239,7 @@ def come(survivors: Survivors) -> tuple[Left, Terms]:
     for attempt in range(attempts):
         survivors.agree(timeout=survivors.timeout)
         try:
-            left = _made_anew(survivors, survivors.timeout, None, None, heard=heard)
+            left = _made_anew(survivors, None, timeout=survivors.timeout, heard=heard)
         except BackendError:  # another rank has died meanwhile
             if attempt == attempts - 1:
                 raise
@@ -275,10 +274,9 @@ class _Told:
 
 def _made_anew(
     survivors: Survivors,
-    timeout: float,
-    known: _Told | None,
     state: State | None,
     *,
+    timeout: float,
     heard: list[_Told] | None = None,
     only_changed: bool = False,
 ) -> Left | None:
@@ -286,10 +284,10 @@ def _made_anew(
 
     Parameters
     ----------
-    known : _Told, optional
-        What this rank knows; None for one that has just come.
     state : State, optional
-        Of a rank that was there before.
+        Of a rank that was there before; None for one that has just come.
+    timeout : float
+        Seconds that a rank waits for another one.
     heard : list of _Told, optional
         Where one that comes puts what it is told.
     only_changed : bool
@@ -300,6 +298,7 @@ def _made_anew(
         return survivors.gather(text, timeout=timeout)
 
     rank, size = survivors.members.index(survivors.rank), len(survivors.members)
+    known = None if state is None else _Told(state.company, state.terms)
     own = "" if state is None else f"{state.company.change.digest} {state.plans.digest}"
     told = [json.loads(text) for text in gather(json.dumps([own, only_changed]))]
     has = [one for one, _ in told]

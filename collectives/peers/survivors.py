@@ -122,7 +122,7 @@ class Survivors:
     """The ranks of a job as one of them sees them, whoever dies.
 
     Each has a number that stays, and a seat: its place in the job's first plan. Those that began the job have the
-    numbers of their seats. A rank is the how manieth of those that are left, by their seats.
+    numbers of their seats. A rank is the place of one among those that are left, by their seats.
 
     Parameters
     ----------

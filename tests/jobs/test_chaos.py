@@ -28,7 +28,8 @@ from collectives.chaos.run import Settings, chaos
 
 {patch}
 
-outcome = chaos(Settings(topoplan.plan("dgx-1v", gpus=range(4)), "shared", 1.0, 9, largest=1 << 16), tell=print)
+plan = topoplan.plan("dgx-1v", gpus=range(4))
+outcome = chaos(Settings(plan, "shared", 1.0, 9, timeout=1.0, largest=1 << 16), tell=print)
 print({{name: sum(getattr(one, name) for one in outcome.tallies.values()) for name in ("wrong", "lost", "hangs")}})
 """
 """A run of ranks that do something else than they should."""

@@ -151,14 +151,28 @@ class SharedBackend(OneRank):
             The ranks do not find each other.
         """
         place = place_in_job(environment, SharedBackend.name)
-        world = TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout)
+        return SharedBackend.met_at(place.rendezvous, place.rank, place.size, timeout=timeout)
+
+    @classmethod
+    def met_at(
+        cls, rendezvous: str, rank: int, size: int, *, timeout: float, meeting_timeout: float | None = None
+    ) -> SharedBackend:
+        """The back end of ranks that meet at a rendezvous, which they then need no more.
+
+        Parameters
+        ----------
+        rendezvous, rank, size, timeout, meeting_timeout
+            As `TcpBackend` takes them.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As `from_environment`.
+        """
+        limit = timeout if meeting_timeout is None else meeting_timeout
+        world = TcpWorld(rendezvous, rank, size, timeout=limit)
         try:
-            return SharedBackend(
-                lambda text: world.texts(text, timeout=timeout),
-                rank=place.rank,
-                size=place.size,
-                timeout=timeout,
-            )
+            return cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
         finally:
             world.close()
 
@@ -168,20 +182,10 @@ class SharedBackend(OneRank):
         members = group_of(groups, rank)
         address, place = meeting_within(self.gather_texts, members, rank=rank, local="127.0.0.1")
         try:
-            world = TcpWorld(address, members.index(rank), len(members), timeout=self._timeout)
-            try:
-                made = SharedBackend(
-                    lambda text: world.texts(text, timeout=self._timeout),
-                    rank=members.index(rank),
-                    size=len(members),
-                    timeout=self._timeout,
-                )
-            finally:
-                world.close()
+            return [SharedBackend.met_at(address, members.index(rank), len(members), timeout=self._timeout)]
         finally:
             if place is not None:
                 place.close()
-        return [made]
 
     @property
     def about(self) -> dict[str, Any]:

@@ -223,24 +223,15 @@ class TcpBackend(OneRank):
             raise UsageError(
                 "the wires file names ranks of the whole job; leave TOPOPLAN_WIRES out to split it"
             )
-        members = group_of(groups, self.rank)
-        control = self._world.control
-        address, place = meeting_within(self.gather_texts, members, rank=self.rank, local=control.local)
-        try:
-            made = TcpBackend(
-                members.index(self.rank),
-                len(members),
-                rendezvous=address,
-                pace=self._pace,
-                timeout=self._timeout,
-                flight_bytes=self._flight_bytes,
-            )
-        except BaseException:
-            if place is not None:
-                place.close()
-            raise
-        if place is not None:
-            made.then.append(place.close)
+        made = TcpBackend._of_group(
+            self.gather_texts,
+            group_of(groups, self.rank),
+            rank=self.rank,
+            local=self._world.control.local,
+            pace=self._pace,
+            timeout=self._timeout,
+            flight_bytes=self._flight_bytes,
+        )
         return [made]
 
     @classmethod
@@ -251,11 +242,8 @@ class TcpBackend(OneRank):
         rank: int,
         size: int,
         survivors: Survivors,
-        timeout: float = 30.0,
-        pace: float | None = None,
-        flight_bytes: int = FLIGHT_BYTES,
         wires: list[Any] | None = None,
-        arrays: ArrayLibrary[Any] | None = None,
+        **options: Any,
     ) -> TcpBackend:
         """That of one of the ranks that are left of another job, or have joined it; the lowest hosts where they meet.
 
@@ -265,22 +253,27 @@ class TcpBackend(OneRank):
             Among these ranks.
         wires : list, optional
             The entries of a wires file, for ranks as they were counted at the beginning.
-        rank, size, survivors, timeout, pace, flight_bytes, arrays
+        rank, size, survivors, **options
             See `TcpBackend`.
         """
-        address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
+        return cls._of_group(
+            gather,
+            range(size),
+            rank=rank,
+            local=survivors.local,
+            wires=wires_of(wires or []),
+            survivors=survivors,
+            **options,
+        )
+
+    @classmethod
+    def _of_group(
+        cls, gather: Gather, members: Sequence[int], *, rank: int, local: str, **options: Any
+    ) -> TcpBackend:
+        """That of a rank of a group, whose first member hosts where they meet; all that gather have a group."""
+        address, place = meeting_within(gather, members, rank=rank, local=local)
         try:
-            made = cls(
-                rank,
-                size,
-                rendezvous=address,
-                wires=wires_of(wires or []),
-                pace=pace,
-                timeout=timeout,
-                flight_bytes=flight_bytes,
-                arrays=arrays,
-                survivors=survivors,
-            )
+            made = cls(members.index(rank), len(members), rendezvous=address, **options)
         except BaseException:
             if place is not None:
                 place.close()
