@@ -35,7 +35,11 @@ LEAST_BYTES = 1 << 20
 """Of a buffer; smaller collectives take what messages take, whatever links can do."""
 
 LEAST_BUSY = 0.1
-"""Seconds that a link must have been busy for its rate to count: 25 ticks of the kernel's clock, as a rule."""
+"""Seconds that a link must have been busy for its rate to count, or a slow one would have been for what it carried:
+25 ticks of the kernel's clock, as a rule."""
+
+TICK = 0.004
+"""Seconds that a link was busy at least: shorter times are not seen."""
 
 GAIN = 1.1
 """How many times faster another plan must be."""
@@ -51,19 +55,29 @@ Queue = tuple[int, int, str]
 
 @dataclass(slots=True)
 class _Window:
-    """What a link has carried since that was told: bytes, busy seconds, and bytes that the plan gives it in these."""
+    """What a link has carried since that was told: bytes, busy seconds, and what the plan counts on for them."""
 
+    share: LinkShare
     nbytes: int = 0
     busy: float = 0.0
-    planned: float = 0.0
-    wires: tuple[tuple[str, str, str], ...] = ()
+    due: float = 0.0
 
     def add(self, nbytes: int, busy: float, share: LinkShare) -> None:
         """Of one more collective."""
         self.nbytes += nbytes
         self.busy += busy
-        self.planned += busy * share.rate * 1e9
-        self.wires = share.wires
+        self.due += nbytes / (share.rate * 1e9)
+        self.share = share
+
+    def counts(self, reached: float | None) -> bool:
+        """Whether it was busy for long enough; the rates of slow links are `reached` so many times as believed."""
+        return self.busy >= LEAST_BUSY or (reached is not None and self.due / reached >= LEAST_BUSY)
+
+    def carried(self, source: str, destination: str, channel: str) -> Carried:
+        """That, from one GPU to another."""
+        rate = self.nbytes / max(self.busy, TICK) / 1e9
+        planned = self.nbytes / self.due / 1e9 if self.nbytes else self.share.rate
+        return Carried(source, destination, channel.partition("#")[0], rate, planned, self.share.wires)
 
 
 class Watch:
@@ -182,15 +196,15 @@ class Watch:
 
     def _tell(self) -> list[Told]:
         """Exchange what was measured with all ranks; what was told is measured anew."""
-        vertices, carried = self._first.plans[-1].vertices, []
-        for (source, destination, channel), one in sorted(self._windows.items()):
-            if one.busy >= LEAST_BUSY:
-                ends, rate = (vertices[source], vertices[destination]), one.nbytes / one.busy / 1e9
-                carried.append(
-                    Carried(*ends, channel.partition("#")[0], rate, one.planned / one.busy / 1e9, one.wires)
-                )
+        vertices, carried, rest = self._first.plans[-1].vertices, [], {}
+        for queue, one in sorted(self._windows.items()):
+            source, destination, channel = queue
+            if one.counts(self._judge.reached(one.share.wires)):
+                carried.append(one.carried(vertices[source], vertices[destination], channel))
+            else:
+                rest[queue] = one
+        self._windows = rest
         mine = Told(tuple(self._seconds), tuple(carried))
-        self._windows = {queue: one for queue, one in self._windows.items() if one.busy < LEAST_BUSY}
         self._seconds.clear()
         return [Told.from_json(text) for text in self.execution.gather_texts(mine.to_json())]
 
@@ -204,10 +218,8 @@ class Watch:
         for queue, use in self._used.items():
             one = before.get(queue, LinkUse(0, 0.0))
             if queue in shares:
-                share = shares[queue]
-                self._windows.setdefault(queue, _Window()).add(
-                    use.nbytes - one.nbytes, use.busy - one.busy, share
-                )
+                window = self._windows.setdefault(queue, _Window(shares[queue]))
+                window.add(use.nbytes - one.nbytes, use.busy - one.busy, shares[queue])
 
     def _shares_of(self, plan: Plan) -> Mapping[Queue, LinkShare]:
         """What a plan counts on for its links, as slow as they are believed to be."""

@@ -216,6 +216,17 @@ class Judge:
         links, ranks = sorted(self._links.items()), sorted(self._ranks.items())
         return (*(one for _, one in links), *(one for _, one in ranks))
 
+    def reached(self, wires: Sequence[Key]) -> float | None:
+        """What links reach of the rates that they are believed to have, where one of these is slow; else None.
+
+        Parameters
+        ----------
+        wires : sequence of (source device, destination device, channel)
+            Which a connection crosses.
+        """
+        slow = [self._healthy[key[2]] for key in wires if f"{key[0]}->{key[1]}" in self.believed]
+        return min(slow, default=None)
+
     def hear(self, told: Sequence[Told], first: int) -> list[str]:
         """Judge what all ranks have measured.
 

@@ -113,7 +113,7 @@ def test_traffic_leaves_a_link_that_becomes_slow(left: dict[tuple[int, int], flo
 
 @pytest.mark.thorough
 def test_a_link_that_is_fast_again_is_used_again(left: dict[tuple[int, int], float]) -> None:
-    """What the plan still sends over it tells, less than before: two judgements take longer here."""
+    """What the plan still sends over it tells, once that would have taken long if it were slow."""
 
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:
