@@ -1,67 +1,42 @@
-"""The Communicator: the five dense collectives of a plan's ranks, run on arrays by a back end."""
+"""The Communicator: the collectives of a plan's ranks, run on arrays by a back end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import (
-    Backend,
-    Captures,
-    GivesMemory,
-    GoesOn,
-    HasEngines,
-    Splits,
-    Step,
-    Traces,
-)
+from collectives.backends.backend import Backend, Captures, GivesMemory, Splits, Step, Traces
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.dense_collectives import DenseCollectives
-from collectives.communicator.going_on import (
-    CANNOT,
-    Left,
-    Progress,
-    State,
-    Terms,
-    can_go_on,
-    checked_ranks,
-    come,
-    go_on,
-    of_one_process,
-)
+from collectives.communicator.going_on import CANNOT, Terms, can_go_on, come
 from collectives.communicator.handle import InOrder, Outcome
-from collectives.communicator.watching import LEAST_BYTES, MODES, Watch, check_watched
-from collectives.communicator.what_is_left import Change, Company, note_on
+from collectives.communicator.members import Members
+from collectives.communicator.sparse_collectives import SparseCollectives
+from collectives.communicator.watching import LEAST_BYTES, MODES, check_watched
+from collectives.communicator.what_is_left import Change
 from collectives.communicator.what_is_slow import SlowLink, SlowRank
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
-from collectives.execution.request import Request, request
+from collectives.execution.request import request
 from collectives.execution.serving import is_helper, serve
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.peers.survivors import Survivors
-from collectives.sparse.explanation import Explanation
-from collectives.sparse.sparse_collective import LINES, SparseCollective
-from collectives.sparse.sparse_request import SparseRequest, sparse_request
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan, Plans
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
     from topoplan.plans.mesh_plans import MeshPlans
 
-Result = TypeVar("Result")
 
-
-class Communicator(DenseCollectives):
+class Communicator(DenseCollectives, SparseCollectives):
     """Runs collectives among the ranks of a plan.
 
     With ``loopback`` all ranks live in this process: every method takes a list with one array per rank and
@@ -129,25 +104,14 @@ class Communicator(DenseCollectives):
 
     Attributes
     ----------
-    backend : str
-        Name of the back end.
-    ranks : tuple of int
-        The ranks whose arrays this process holds.
-    engine : str
-        How the back end moves data, and why no better way; empty where it has no choice.
     one_rank : bool
         Whether methods take one array, not a list.
     arrays : ArrayLibrary
         The kind of arrays that methods take.
     chunk_bytes : int or None
         Longest piece that moves at once; None where it is searched for.
-    plan : Plan or SizePlans
     on_failure : str
         As above.
-    epoch : int
-        How often the ranks have agreed on who is left.
-    notes : tuple of str
-        What was planned anew and why, in order.
 
     Raises
     ------
@@ -200,7 +164,6 @@ class Communicator(DenseCollectives):
             )
         if not isinstance(plan, Plans):
             opened, plan = open_for_plan(backend, plan, settings)
-        self.plan = plan
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
             store = PlanStore(plan)
@@ -226,24 +189,22 @@ class Communicator(DenseCollectives):
             if opened is not None and opened is not backend:
                 opened.close()
             raise
-        self.backend = opened.name
-        self.engine = opened.about_engine if isinstance(opened, HasEngines) else ""
-        self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self.epoch = 0
-        self.notes: tuple[str, ...] = ()
         self.on_failure = on_failure
-        self._goes_on = on_failure == "shrink" and opened.one_rank
-        self._company = Company(plan)
-        self._timeout = timeout
-        self._handed_over = 0
-        self._execution: Execution[Any] | None = Execution(store, opened, chunks)
-        self._on_slow = on_slow
-        self._watch: Watch | None = None
-        self._watch_anew()
-        self._sparse: SparseCollective | None = None
+        terms = Terms(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
+        self._members = Members(Execution(store, opened, chunks), plan, terms)
         self._in_order = InOrder(self.arrays)
+
+    @property
+    def plan(self) -> Plans:
+        """By which the ranks work: a plan, or plans by size."""
+        return self._members.plans
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose arrays this process holds."""
+        return self._members.ranks
 
     @property
     def rank(self) -> int:
@@ -256,9 +217,29 @@ class Communicator(DenseCollectives):
         return len(self.plan.ranks)
 
     @property
+    def backend(self) -> str:
+        """Name of the back end."""
+        return self._members.backend
+
+    @property
+    def engine(self) -> str:
+        """How the back end moves data, and why no better way; empty where it has no choice."""
+        return self._members.engine
+
+    @property
+    def epoch(self) -> int:
+        """How often the ranks have agreed on who is left."""
+        return self._members.epoch
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was planned anew and why, in order."""
+        return self._members.notes
+
+    @property
     def seats(self) -> tuple[int, ...]:
         """The numbers that the ranks of now had at the beginning, or those in whose places they have come."""
-        return self._company.seats
+        return self._members.company.seats
 
     @property
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
@@ -267,115 +248,7 @@ class Communicator(DenseCollectives):
         Each says in GB/s what a link does and was planned with, or by how much a rank is late, and since when: ``str``
         is one line. Ranks are judged when the next collective of 1 MB or more begins (see ``on_slow``).
         """
-        return () if self._watch is None else self._watch.slow
-
-    def sparse_all_reduce(
-        self,
-        gradients: Any,
-        *,
-        density: float,
-        op: str = "sum",
-        key: str = "",
-        momentum: float = 0.0,
-        exchange: str = "auto",
-        wire: WireFormat | None = None,
-        out: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Add up the largest entries of every rank's gradient; what a rank does not give it keeps for the next call.
-
-        Over several servers the largest entries of every server's sum, where that is quicker.
-
-        Parameters
-        ----------
-        gradients : float array of any shape; with several ranks in this process a list of one per rank
-        density : float
-            Share of the entries that every rank gives, above 0 and at most 1; with "servers" that every server gives.
-        op : str
-            sum or avg.
-        key : str
-            Names the gradient: every key has a residual of its own (see `collectives.ErrorFeedback`).
-        momentum : float
-            Of the momentum correction; 0 for none.
-        exchange : str
-            "auto" takes what is quickest by the model (see `explain`): "dense" adds up everything, the residual too;
-            "pairs" gathers the chosen entries; "servers" adds up inside servers and exchanges entries between them;
-            "tree" and "balanced" add entries up on trees and choose again on the way.
-        wire : WireFormat, optional
-            How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
-            they are.
-        out : as ``gradients``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks.
-
-        Raises
-        ------
-        UsageError
-            An argument does not fit, or a gradient holds NaN. The residuals are what they were.
-        BackendError
-            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
-            unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
-        """
-        execution = self._open()
-        try:
-            asked = sparse_request(
-                execution.backend,
-                gradients,
-                density=density,
-                exchange=exchange,
-                wire=wire,
-                out=out,
-                op=op,
-                key=key,
-                momentum=momentum,
-            )
-        except UsageError as error:
-            self._refuse(str(error))
-            raise
-        if self._goes_on:
-            outcome = Outcome()
-            task = partial(self._sparse_to_end, asked, self._company.seats, outcome)
-            return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
-        sparse = self._sparse_collective()
-        try:
-            chosen = self._explained(asked)
-            residuals = sparse.prepare(asked)
-        except UsageError as error:
-            self._refuse(str(error))
-            raise
-        except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
-            with suppress(UsageError):
-                residuals = sparse.prepare(asked)
-                self._in_order.run(lambda: sparse.keep(asked, residuals))
-            raise
-
-        def run() -> Any:
-            try:
-                return sparse.run(asked, residuals, chosen)
-            except UsageError as error:
-                if execution.backend.one_rank:
-                    execution.refuse(str(error))
-                raise
-
-        if async_op:
-            return self._in_order.submit(run, Outcome(among=self._company.seats, exchange=chosen))
-        return self._in_order.run(run)
-
-    def explain(
-        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
-    ) -> Explanation:
-        """What `sparse_all_reduce` would exchange for such gradients, and why; none is exchanged.
-
-        All ranks must call it, since one of them makes the plans for all.
-        """
-        backend = self._open().backend
-        return self._explained(
-            sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire)
-        )
+        return self._members.slow
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Any:
         """New arrays that collectives move with the fewest copies; what they hold is undefined.
@@ -416,45 +289,6 @@ class Communicator(DenseCollectives):
         make = backend.empty if isinstance(backend, GivesMemory) else self.arrays.empty
         made = [make(sides, like) for _ in self.ranks]
         return made[0] if self.one_rank else made
-
-    def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
-        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
-        return self._in_order.run(self._sparse_collective().state)
-
-    def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from what `sparse_state` gave, instead of what is kept now.
-
-        Raises
-        ------
-        UsageError
-            It is of another number of ranks.
-        """
-        sparse = self._sparse_collective()
-        self._in_order.run(lambda: sparse.restore(state))
-
-    def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Remove what is kept of some keys, and return it: to arrange it anew.
-
-        As `sparse_state` would, but in arrays of the back end's kind, where they lie; nothing leaves a GPU.
-        """
-        sparse = self._sparse_collective()
-        return self._in_order.run(lambda: sparse.take(keys))
-
-    def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of some keys as `take_sparse_state` gives it, whatever else is kept.
-
-        Raises
-        ------
-        UsageError
-            It is of another number of ranks.
-        """
-        sparse = self._sparse_collective()
-        for listed in state.values():
-            for rank, one in zip(self.ranks, listed, strict=False):
-                for name in LINES:
-                    if one[name] is not None:
-                        self.arrays.check(one[name], rank=rank, what=name)
-        self._in_order.run(lambda: sparse.put(state))
 
     def split(self, mesh: MeshPlans, axis: str) -> Any:
         """The communicator of this rank's group along an axis of a mesh, with its plan; all ranks must call it at once.
@@ -534,22 +368,7 @@ class Communicator(DenseCollectives):
         ...     comm.plan.ranks, comm.epoch, comm.all_reduce([np.arange(3)] * 3)[0]
         (('gpu1', 'gpu4', 'gpu7'), 1, array([0, 3, 6]))
         """
-
-        def run() -> None:
-            execution = self._open()
-            named = checked_ranks(execution.backend, () if without is None else without)
-            self._check_no_helpers("shrink")
-            if not self.one_rank and not named:
-                raise UsageError("all ranks are in this process and none has failed; name those to leave out")
-            left = go_on(
-                self._state(Progress(self._handed_over)),
-                named,
-                doubted=_accused(execution.failure, self.ranks),
-            )
-            assert left is not None, "only where it is asked for"
-            self._take(left)
-
-        self._in_order.run(run)
+        self._in_order.run(partial(self._members.shrink, without))
 
     @property
     def invitation(self) -> str:
@@ -562,7 +381,7 @@ class Communicator(DenseCollectives):
         UsageError
             All ranks are in this process, or those of this back end cannot go on without one.
         """
-        return self._survivors("let others in").invitation
+        return self._members.survivors("let others in").invitation
 
     @classmethod
     def join(cls, invitation: str, *, seat: int | None = None, wait: float = 60.0) -> Communicator:
@@ -612,10 +431,7 @@ class Communicator(DenseCollectives):
         except BaseException:
             left.backend.close()
             raise
-        made.epoch, made._company = left.epoch, left.company
-        made._handed_over = max(one.handed_over for one in left.progress)
-        made.notes = (f"epoch {made.epoch}: joined as rank {made.rank} of {made.size}",)
-        made._watch_anew()
+        made._members.joined(left)
         return made
 
     def grow(self, seats: Collection[int] | None = None) -> tuple[int, ...]:
@@ -653,64 +469,14 @@ class Communicator(DenseCollectives):
         ...     comm.grow([2]), comm.plan.ranks, comm.grow(), comm.plan is plan
         ((1,), ('gpu1', 'gpu5', 'gpu7'), (1,), True)
         """
-        self._check_no_helpers("grow")
+        self._members.check_no_helpers("grow")
         if not self.one_rank:
-            return self._in_order.run(partial(self._grow_here, seats))
+            return self._in_order.run(partial(self._members.grow_here, seats))
         if seats is not None:
             raise UsageError(
                 "each rank is a process here, and says itself where it wants to join; leave seats out"
             )
-        return self._in_order.run(self._grow)
-
-    def _grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
-        """`grow` where this process holds all ranks."""
-        empty = self._company.change.without
-        wanted = empty if seats is None else tuple(seats)
-        strange = [seat for seat in wanted if seat not in empty]
-        if strange:
-            raise UsageError(f"rank {strange[0]} of the first plan is not gone; gone are {empty or 'none'}")
-        if not wanted:
-            return ()
-        before = self._company.seats
-        self._take(of_one_process(self._state(), sorted({*before, *wanted})))
-        return self._come_since(before)
-
-    def _grow(self) -> tuple[int, ...]:
-        """`grow` where each rank is a process."""
-        before, survivors = self._company.seats, self._survivors("grow")
-        while True:
-            try:
-                texts = self._open().gather_texts(survivors.knocks)
-            except BackendError as error:
-                if not self._goes_on:
-                    raise
-                progress = self._without_failed(error, Progress(self._handed_over))
-                survivors = self._survivors("grow")
-                if max(one.handed_over for one in progress) == self._handed_over:
-                    continue
-                texts = []  # others had those of all, and have let in whom they named
-            self._handed_over += 1
-            invited = survivors.invited(texts, seats=len(self._company.whole.ranks))
-            if invited:
-                left = go_on(self._state(Progress(self._handed_over)), invited=invited)
-                assert left is not None, "only where it is asked for"
-                self._take(left)
-            return self._come_since(before)
-
-    def _come_since(self, before: Collection[int]) -> tuple[int, ...]:
-        """Ranks at seats that were empty."""
-        return tuple(rank for rank, seat in enumerate(self._company.seats) if seat not in before)
-
-    def _survivors(self, to: str) -> Survivors:
-        """How the ranks find each other where one is gone."""
-        backend = self._open().backend
-        if not isinstance(backend, GoesOn) or backend.survivors is None:
-            raise UsageError(f"cannot {to}: {CANNOT.format(name=backend.name)}")
-        return backend.survivors
-
-    def _check_no_helpers(self, what: str) -> None:
-        if self.plan.plans[-1].helpers:
-            raise UsageError(f"a plan with helpers cannot {what}; start the job again with what is left")
+        return self._in_order.run(self._members.grow)
 
     def replan(
         self, *, without_links: Collection[str] = (), slow_links: Mapping[str, float] | None = None
@@ -747,27 +513,12 @@ class Communicator(DenseCollectives):
         change = Change.of(without_links=without_links, slow_links=slow_links)
         if not change.without_links and not change.slow_links:
             raise UsageError("nothing is different; name links in without_links or slow_links")
-
-        def run() -> None:
-            execution, before = self._open(), self.plan
-            company = replace(self._company, change=self._company.change.then(change))
-            made = execution.planned(
-                company.plan,
-                collective=before.collective,
-                root=before.root,
-                about=change.digest,
-            )
-            self._adopt(made, company)
-            self.notes = (*self.notes, note_on(before, made, change))
-            self._watch_anew()
-
-        self._in_order.run(run)
+        self._in_order.run(partial(self._members.replan, change))
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
-        if self._execution is not None:
-            execution = self._execution
-            self._execution = None
+        execution = self._members.close()
+        if execution is not None:
             self._in_order.close()
             execution.backend.close()
             if self._chunk_file is not None and 0 in self.ranks:
@@ -857,7 +608,8 @@ class Communicator(DenseCollectives):
 
     def refuse(self, reason: str) -> None:
         """Say that this rank cannot go on, and why: the next collective of the others raises `BackendError`."""
-        self._refuse(reason)
+        if self.one_rank:
+            self._in_order.run(lambda: self._open().refuse(reason))
 
     def __enter__(self) -> Communicator:
         return self
@@ -877,19 +629,19 @@ class Communicator(DenseCollectives):
         execution = self._open()
         if self.is_helper:
             raise UsageError("this process is a helper and has nothing to put in; call serve")
-        if self._goes_on:
+        if self._members.repeats:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
-        below = None if self._watch is None else LEAST_BYTES
+        below = LEAST_BYTES if self._members.watched else None
         task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
         if task is None:
             try:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
             except UsageError as error:
-                self._refuse(str(error))
+                self.refuse(str(error))
                 raise
-            task = partial(self._run_watched, execution, checked)
+            task = partial(self._members.run, execution, checked)
         if async_op:
-            return self._in_order.submit(task, Outcome(among=self._company.seats))
+            return self._in_order.submit(task, Outcome(among=self.seats))
         return self._in_order.run(task)
 
     def _start_to_end(
@@ -905,235 +657,17 @@ class Communicator(DenseCollectives):
                     'has on_failure="raise"'
                 )
         except UsageError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             raise
-        outcome, seats = Outcome(), self._company.seats
+        outcome, seats = Outcome(), self.seats
         seat = None if root is None else seats[root]
-        task = partial(self._run_to_end, collective, seat, op, arrays, out, seats, outcome)
+        task = partial(self._members.run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
 
-    def _run_watched(self, execution: Execution[Any], checked: Request[Any]) -> Any:
-        """Run a collective; where somebody asks what is slow measure it, and look before it what there is."""
-        watch = self._watch
-        if watch is None or watch.execution is not execution or not watch.measures(checked):
-            return execution.run(checked)
-        if watch.due:
-            made, news = watch.look(self.plan)
-            self.notes = (*self.notes, *news)
-            if news:
-                self._company = watch.company
-            if made is not self.plan:
-                self._adopt(made, self._company)
-        return watch.run(checked)
-
-    def _adopt(self, made: Plans, company: Company) -> None:
-        """Go on with another plan for the same ranks."""
-        self._open().exchange_plans(PlanStore(made))
-        self.plan, self._company = made, company
-        self._renew_sparse(range(len(self.ranks)))
-
-    def _watch_anew(self) -> None:
-        """Begin to look for what is slow, by the present plan."""
-        if self._on_slow != "ignore":
-            replans = self._on_slow == "replan"
-            self._watch = Watch(self._open(), self.plan, self._company, replans=replans)
-
-    def _run_to_end(
-        self,
-        collective: str,
-        root: int | None,
-        op: str | None,
-        array: Any,
-        out: Any,
-        seats: tuple[int, ...],
-        outcome: Outcome,
-    ) -> Any:
-        """Run a collective into memory of our own, again where a rank is lost, and hand it over when all have it.
-
-        Parameters
-        ----------
-        root : int or None
-            As ranks were counted at the beginning.
-        seats : tuple of int
-            Those that were taken when it was called.
-        """
-        failure: BackendError | None = None
-        while True:
-            execution = self._open()
-            left = self._company.seats
-            try:
-                if root is not None and root not in left:
-                    raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
-                place = None if root is None else left.index(root)
-                checked = request(collective, execution.backend, array, out=out, op=op, root=place)
-            except UsageError as error:
-                outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in left)
-                lost = ", ".join(map(str, outcome.without))
-                raise BackendError(
-                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
-                    f"anew among the {self.size} ranks that are left"
-                ) from failure
-            run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
-            result, failure = self._given_to_all(run, seats, outcome)
-            if failure is not None:
-                continue
-            (wanted,) = checked.outputs
-            if wanted is None or result is None:
-                return result
-            self.arrays.copy(wanted, result)
-            return wanted
-
-    def _sparse_to_end(self, asked: SparseRequest, seats: tuple[int, ...], outcome: Outcome) -> Any:
-        """As `_run_to_end`, of a sparse collective: each time with the residuals from before it was called."""
-        before = self._sparse_collective().kept(asked)
-        while True:
-            sparse = self._sparse_collective()
-
-            def run(sparse: SparseCollective = sparse) -> Any:
-                wanted, outcome.exchange = self._still_possible(sparse, asked)
-                return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
-
-            try:
-                result, failure = self._given_to_all(run, seats, outcome)
-            except UsageError as error:
-                sparse.go_back(asked, before)
-                self._open().refuse(str(error))
-                raise
-            except BackendError:
-                sparse.go_back(asked, before)
-                with suppress(UsageError):
-                    sparse.keep(asked, sparse.prepare(asked))
-                raise
-            if failure is None:
-                break
-            self._sparse_collective().go_back(asked, before)
-        (output,) = asked.outputs
-        if output is None:
-            return result
-        self.arrays.copy(output, result)
-        return output
-
-    def _still_possible(
-        self, sparse: SparseCollective, asked: SparseRequest
-    ) -> tuple[SparseRequest, Explanation]:
-        """What is asked for, and how it is exchanged: by another exchange where fewer ranks do not have that one."""
-        try:
-            return asked, sparse.explain(asked)
-        except UsageError as error:
-            if not self.epoch or asked.exchange == "auto":
-                raise
-            note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
-            self.notes = self.notes if note in self.notes else (*self.notes, note)
-            asked = replace(asked, exchange="auto")
-            return asked, sparse.explain(asked)
-
-    def _given_to_all(
-        self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
-    ) -> tuple[Result | None, BackendError | None]:
-        """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
-        execution, among, complete = self._open(), self._company.seats, False
-        outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in among)
-        result: Result | None = None
-        try:
-            result = run()
-            complete = True
-            execution.hand_over()
-        except BackendError as error:
-            progress = self._without_failed(error, Progress(self._handed_over, complete))
-            if max(one.handed_over for one in progress) == self._handed_over:
-                outcome.repeated = True
-                return None, error
-            assert complete, "some rank was told that all are"
-        self._handed_over += 1
-        outcome.among = among
-        return result, None
-
-    def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
-        """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
-        left = go_on(self._state(progress), doubted=_accused(error, self.ranks), only_changed=True)
-        if left is None:
-            raise error
-        self._take(left)
-        return left.progress
-
-    def _state(self, progress: Progress | None = None) -> State:
-        """What this process has when it goes on."""
-        backend = self._open().backend
-        about = backend.about if isinstance(backend, GoesOn) else {}
-        terms = Terms(backend.name, about, self._timeout, self.chunk_bytes, self.on_failure, self._on_slow)
-        return State(backend, self._company, self.plan, terms, self.epoch, progress or Progress())
-
-    def _take(self, left: Left) -> None:
-        """Go on with what is left, or has grown."""
-        before, seats = self.plan, self._company.seats
-        self.plan, self.ranks, self._company = left.plans, left.backend.ranks, left.company
-        self.epoch = left.epoch
-        gone = Change.of([rank for rank, seat in enumerate(seats) if seat not in left.company.seats])
-        come = self._come_since(seats)
-        told = [str(gone)] if gone.without else []
-        if come:
-            told.append(f"with rank {', '.join(map(str, come))} again")
-        about = note_on(before, left.plans, ", ".join(told)) if told else "all ranks go on"
-        if left.backend.name != self.backend:
-            about += f"; over {left.backend.name}, before {self.backend}"
-            self.backend = left.backend.name
-        self.engine = left.backend.about_engine if isinstance(left.backend, HasEngines) else ""
-        self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
-        chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
-        self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
-        self._watch_anew()
-        self._renew_sparse([0] if self.one_rank else [_place(seats, seat) for seat in left.company.seats])
-
-    def _renew_sparse(self, places: Sequence[int | None]) -> None:
-        """Plan sparse collectives anew, with the residuals at these places; None is a rank that has none yet."""
-        if self._sparse is not None:
-            state: dict[str, list[Mapping[str, Any]]] = {
-                key: [_nothing(listed[0]) if place is None else listed[place] for place in places]
-                for key, listed in self._sparse.state().items()
-            }
-            self._sparse = SparseCollective(self._open())
-            self._sparse.restore(state)
-
-    def _refuse(self, reason: str) -> None:
-        """Tell the other ranks that this one will not take part."""
-        if self.one_rank:
-            self._in_order.run(lambda: self._open().refuse(reason))
-
-    def _explained(self, asked: SparseRequest) -> Explanation:
-        """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
-        known = self._sparse_collective().known(asked)
-        if known is not None:
-            return known
-        return self._in_order.run(lambda: self._sparse_collective().explain(asked))
-
-    def _sparse_collective(self) -> SparseCollective:
-        if self._sparse is None:
-            self._sparse = SparseCollective(self._open())
-        return self._sparse
-
     def _open(self) -> Execution[Any]:
-        if self._execution is None:
-            raise UsageError("the communicator is closed; make a new one")
-        return self._execution
+        return self._members.execution
 
     def _root(self, root: int | None) -> int:
         if root is None:
             return 0 if self.plan.root is None else self.plan.root
         return root
-
-
-def _place(seats: Sequence[int], seat: int) -> int | None:
-    return seats.index(seat) if seat in seats else None
-
-
-def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a gradient like this before its first collective."""
-    return {
-        name: np.zeros_like(kept) if isinstance(kept, np.ndarray) else 0 if name == "step" else kept
-        for name, kept in like.items()
-    }
-
-
-def _accused(error: BackendError | None, ranks: Sequence[int]) -> list[int]:
-    """The rank whose failure an error reports, unless it is one of this process."""
-    return [] if error is None or error.peer is None or error.peer in ranks else [error.peer]

@@ -7,7 +7,9 @@ machine that blames is decided as for tests of pairs: the fewest that explain it
 rank is late where it needs less than `SHARE` of the time that others need in every collective: they wait for it.
 
 Once is not enough: what is found in `IN_A_ROW` judgements after each other counts. A link that was slow and reaches
-that share of its planned rate again is not slow any more; the second time that it is slow, it stays so.
+that share of its planned rate again is not slow any more, and one of which nothing is heard for `UNHEARD` judgements,
+since the plan goes round it, is tried again. Each time that it is slow again both take `LONGER`, or plans would change
+for ever.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ SHARE = 0.5
 
 IN_A_ROW = 2
 """Judgements after each other that must find the same."""
+
+UNHEARD = 16
+"""Judgements without a word of a slow link, after which it is tried again."""
+
+LONGER = 8
+"""Times as many judgements after each other, of either kind, for each time before that a link was slow."""
 
 FEWEST = 3
 """Fewest connections over wires of one kind of which one can be slower than the others."""
@@ -202,7 +210,8 @@ class Judge:
         self._low: dict[object, tuple[int, int]] = {}
         self._high: dict[object, tuple[int, int]] = {}
         self._late: dict[object, tuple[int, int]] = {}
-        self._recovered: set[str] = set()
+        self._unheard: dict[object, tuple[int, int]] = {}
+        self._longer: dict[str, int] = {}
         self._healthy: dict[str, float] = {}
 
     @property
@@ -250,15 +259,22 @@ class Judge:
             return []
         self._healthy |= medians
         found = self._blamed(carried)
+        heard: set[str] = set()
         news = []
         for key in sorted({key for one in carried for key in one.wires}):
             wire, since = f"{key[0]}->{key[1]}", _in_a_row(self._low, key, key in found, first)
+            heard.add(wire)
             if since is not None:
                 del self._low[key]
                 news.append(self._slower(wire, key, found[key], since))
             elif wire in self.believed:
-                again = _in_a_row(self._high, wire, self._as_planned(wire, key, carried), first)
-                news += [] if again is None else [self._not_slow(wire)]
+                fast, least = self._as_planned(wire, key, carried), IN_A_ROW * self._longer.get(wire, 1)
+                if _in_a_row(self._high, wire, fast, first, least) is not None:
+                    news.append(self._not_slow(wire, "is not slow any more"))
+        for wire in sorted(self.believed):
+            least = UNHEARD * self._longer.get(wire, 1)
+            if _in_a_row(self._unheard, wire, wire not in heard, first, least) is not None:
+                news.append(self._not_slow(wire, "has carried nothing for long, and is tried again"))
         return news
 
     def _blamed(self, carried: Sequence[Carried]) -> dict[Key, SlowClass]:
@@ -278,9 +294,7 @@ class Judge:
         shares = [
             one.rate / (one.planned * self._healthy[one.channel]) for one in carried if key in one.wires
         ]
-        return (
-            wire not in self._recovered and self.believed[wire] * max(shares) >= SHARE * self._bandwidths[key]
-        )
+        return self.believed[wire] * max(shares) >= SHARE * self._bandwidths[key]
 
     def _slower(self, wire: str, key: Key, found: SlowClass, since: int) -> str:
         planned, before = self._bandwidths[key], self._links.get(wire)
@@ -291,11 +305,12 @@ class Judge:
         self._links[wire] = SlowLink(wire, measured, planned, now / planned, since)
         return str(self._links[wire])
 
-    def _not_slow(self, wire: str) -> str:
-        self._recovered.add(wire)
+    def _not_slow(self, wire: str, why: str) -> str:
         self._high.pop(wire, None)
+        self._unheard.pop(wire, None)
+        self._longer[wire] = LONGER * self._longer.get(wire, 1)
         del self.believed[wire], self._links[wire]
-        return f"{wire} is not slow any more"
+        return f"{wire} {why}"
 
     def _hear_seconds(self, seconds: Sequence[Sequence[float]], first: int) -> None:
         """Who came late to every collective; ranks have counted the same."""
@@ -312,14 +327,16 @@ class Judge:
                 self._ranks[rank] = SlowRank(rank, gpu, late, since)
 
 
-def _in_a_row(counted: dict[object, tuple[int, int]], what: object, seen: bool, first: int) -> int | None:
-    """The first collective since which something was seen in all judgements, once these are `IN_A_ROW`."""
+def _in_a_row(
+    counted: dict[object, tuple[int, int]], what: object, seen: bool, first: int, least: int = IN_A_ROW
+) -> int | None:
+    """The first collective since which something was seen in all judgements, once these are so many."""
     if not seen:
         counted.pop(what, None)
         return None
     times, since = counted.get(what, (0, first))
     counted[what] = times + 1, since
-    return since if times + 1 >= IN_A_ROW else None
+    return since if times + 1 >= least else None
 
 
 def _medians(carried: Sequence[Carried]) -> dict[str, float]:

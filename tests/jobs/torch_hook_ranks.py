@@ -534,8 +534,7 @@ def own_group() -> dict[str, Any]:
     found["made"] = made[:1]
     comm, own = state.communicator, state._own
     assert comm is not None
-    assert comm._execution is not None
-    carrier = comm._execution.backend._group
+    carrier = comm._open().backend._group
     found["carries"] = "own" if carrier is own and own is not dist.group.WORLD else "the job's"
     found["furthest"] = furthest(trained(wrapped(model(), state)), theirs)
     state.close()

@@ -27,7 +27,7 @@ LONG = 4200
 
 def about(comm: Communicator, rank: int) -> tuple[str, tuple[int, ...]]:
     """What a rank says of its engine, and where it finds arenas."""
-    backend: Any = comm._execution.backend
+    backend: Any = comm._open().backend
     engine = backend._engine
     return backend.about_engine, () if engine is None else tuple(map(bool, engine.region.addresses))
 
@@ -231,7 +231,7 @@ def test_memory_stays_where_a_rank_has_failed(machine: Machine, cupy: ModuleType
     machine.gpus, machine.peers = 2, True
 
     def task(comm: Communicator, rank: int) -> Any:
-        backend: Any = comm._execution.backend
+        backend: Any = comm._open().backend
         if rank:
             backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
         comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))

@@ -186,7 +186,7 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
         run(comm, collective, given[rank][:4], "sum")  # before it some may not yet have begun
         results = [run(comm, collective, given[rank].copy(), "avg") for _ in range(2)]
         opened: Any = comm
-        frame = opened._execution.backend._runner._frame
+        frame = opened._open().backend._runner._frame
         assert (frame[machine.END] == frame[machine.FETCHED_END]) == readable
         assert frame[machine.FETCHED_END] > frame[machine.ARRAYS_END]
         bent = np.zeros(8 * count + 1, np.uint8)[1:].view("complex64")

@@ -220,7 +220,7 @@ def test_ranks_that_have_met_before_all_say_in_what_they_do_not_agree(
     [
         (lambda comm: "closed", "rank 1 has closed its communicator"),
         (lambda comm: comm.all_reduce([1.0]), "rank 1 has a list instead of a numpy array"),
-        (lambda comm: comm._execution.backend.largest(1.0), "do different things"),
+        (lambda comm: comm._open().backend.largest(1.0), "do different things"),
     ],
 )
 def test_a_rank_that_does_not_come_to_a_later_meeting_is_named_at_once(

@@ -30,7 +30,7 @@ LONG = 4200
 
 def about(comm: Communicator, rank: int) -> str:
     """What a rank says of its engine."""
-    found: str = comm._execution.backend.about_engine
+    found: str = comm._open().backend.about_engine
     return found
 
 
@@ -95,7 +95,7 @@ def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
         return (comm.all_gather if collective == "allgather" else comm.all_reduce)(given, out=out)
 
     def task(comm: Communicator, rank: int) -> Any:
-        backend: Any = comm._execution.backend
+        backend: Any = comm._open().backend
         shape = 3 * LONG if collective == "allgather" else LONG
         given, out = comm.empty(LONG), comm.empty(shape)
         given[:] = cupy.asarray(arrays[rank])
@@ -246,7 +246,7 @@ def test_when_a_rank_does_not_come_the_others_end_and_name_it(
 
     def task(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(cupy.asarray(arrays[rank]))
-        backend: Any = comm._execution.backend
+        backend: Any = comm._open().backend
         if rank == 1:
             backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
         comm.all_reduce(cupy.asarray(arrays[rank]))
@@ -264,7 +264,7 @@ def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, c
 
     def task(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(cupy.asarray(arrays[rank]))
-        backend: Any = comm._execution.backend
+        backend: Any = comm._open().backend
         if rank == 1:
             backend._engine.queue = lambda *_: None
         else:

@@ -93,19 +93,40 @@ def test_what_is_believed_is_not_news_again_and_what_becomes_slower_still_is() -
     assert [link.since for link in one.slow if isinstance(link, SlowLink)] == [1]
 
 
-def test_a_link_that_is_fast_again_is_forgotten_once() -> None:
-    """The second time that it is slow it stays so, or plans would change for ever."""
+def judged(one: Judge, rates: Mapping[tuple[int, int], float], times: int, leaves: int = 0) -> list[str]:
+    """What is new after so many judgements of these rates, of links but for the last few of rank 0."""
+    news = []
+    for _ in range(times):
+        heard = told(rates, believed=one.believed)
+        if leaves:
+            heard[0] = Told((), heard[0].carried[:-leaves])
+        news += one.hear(heard, 1)
+    return news
+
+
+def test_a_link_that_is_fast_again_needs_longer_each_time() -> None:
+    """Or plans would change for ever."""
     one = judge()
-    for first in (1, 5):
-        one.hear(told({(0, 3): 0.1}), first)
-    assert one.hear(told({(0, 3): 10.0}, believed=one.believed), 9) == []
-    assert one.hear(told({(0, 3): 10.0}, believed=one.believed), 13) == ["gpu0->gpu3 is not slow any more"]
-    assert (one.believed, one.slow) == ({}, ())
-    for first in (17, 21):
-        one.hear(told({(0, 3): 0.1}), first)
-    for first in (25, 29, 33):
-        assert one.hear(told({(0, 3): 10.0}, believed=one.believed), first) == []
-    assert one.believed == {"gpu0->gpu3": 5.0}
+    for least in (2, 16, 128):
+        assert len(judged(one, {(0, 3): 0.1}, 2)) == 1
+        assert one.believed == {"gpu0->gpu3": 5.0}
+        assert judged(one, {(0, 3): 10.0}, least - 1) == []
+        assert judged(one, {(0, 3): 0.9}, 1) == []
+        assert judged(one, {(0, 3): 10.0}, least) == ["gpu0->gpu3 is not slow any more"]
+        assert (one.believed, one.slow) == ({}, ())
+
+
+def test_a_link_that_the_plan_goes_round_is_tried_again() -> None:
+    """After longer each time that it was slow."""
+    one = judge()
+    for least in (16, 128):
+        assert len(judged(one, {(0, 3): 0.1}, 2)) == 1
+        assert judged(one, {}, least - 1, leaves=1) == []
+        assert judged(one, {}, 1) == []
+        assert judged(one, {}, least, leaves=1) == [
+            "gpu0->gpu3 has carried nothing for long, and is tried again"
+        ]
+        assert (one.believed, one.slow) == ({}, ())
 
 
 def test_the_link_that_several_connections_share_is_blamed() -> None:

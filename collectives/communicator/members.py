@@ -1,0 +1,416 @@
+"""Who the ranks of a communicator are by now, by which plan they work, and how both change.
+
+A rank dies, leaves or comes (`collectives.communicator.going_on`); a link is slow (`collectives.communicator.watching`)
+or is said to be dead. Then numbers, plan and back end change, for all ranks at the same place in their work, and what
+they keep of sparse gradients goes with them. Where a collective is to be repeated after a failure it runs into memory
+of our own, and its result is handed over when all ranks have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from collectives.backends.backend import GoesOn, HasEngines
+from collectives.communicator.going_on import (
+    CANNOT,
+    Left,
+    Progress,
+    State,
+    Terms,
+    checked_ranks,
+    go_on,
+    of_one_process,
+)
+from collectives.communicator.handle import Outcome
+from collectives.communicator.watching import Watch
+from collectives.communicator.what_is_left import Change, Company, note_on
+from collectives.communicator.what_is_slow import SlowLink, SlowRank
+from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.execution import Execution
+from collectives.execution.plan_store import PlanStore
+from collectives.execution.request import Request, request
+from collectives.peers.survivors import Survivors
+from collectives.sparse.explanation import Explanation
+from collectives.sparse.sparse_collective import SparseCollective
+from collectives.sparse.sparse_request import SparseRequest
+from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Plans
+
+Result = TypeVar("Result")
+
+
+class Members:
+    """The ranks of a communicator.
+
+    Parameters
+    ----------
+    execution : Execution
+        What runs their collectives.
+    plans : Plan or SizePlans
+        The first plan.
+    terms : Terms
+        How they work, whoever they are.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Those of this process.
+    plans : Plan or SizePlans
+        By which they work.
+    company : Company
+        Who they are, of those that the first plan is for.
+    epoch : int
+        How often they have agreed on who is left.
+    notes : tuple of str
+        What was planned anew and why, in order.
+    backend, engine : str
+        Name of the back end, and how it moves data.
+    """
+
+    def __init__(self, execution: Execution[Any], plans: Plans, terms: Terms) -> None:
+        self.company = Company(plans)
+        self.epoch = 0
+        self.notes: tuple[str, ...] = ()
+        self._terms = terms
+        self._one_rank = execution.backend.one_rank
+        self._handed_over = 0
+        self._execution: Execution[Any] | None = None
+        self._sparse: SparseCollective | None = None
+        self._watch: Watch | None = None
+        self._work_by(execution, plans)
+
+    @property
+    def execution(self) -> Execution[Any]:
+        """What runs their collectives.
+
+        Raises
+        ------
+        UsageError
+            The communicator is closed.
+        """
+        if self._execution is None:
+            raise UsageError("the communicator is closed; make a new one")
+        return self._execution
+
+    @property
+    def sparse(self) -> SparseCollective:
+        """What exchanges entries, and keeps those that it did not."""
+        if self._sparse is None:
+            self._sparse = SparseCollective(self.execution)
+        return self._sparse
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a collective in which a rank dies is repeated by those that are left."""
+        return self._terms.on_failure == "shrink" and self._one_rank
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody asks what is slow."""
+        return self._watch is not None
+
+    @property
+    def slow(self) -> tuple[SlowLink | SlowRank, ...]:
+        """What is slow by now."""
+        return () if self._watch is None else self._watch.slow
+
+    def close(self) -> Execution[Any] | None:
+        """Run nothing any more; what has run the collectives is returned, the first time."""
+        execution, self._execution = self._execution, None
+        return execution
+
+    def survivors(self, to: str) -> Survivors:
+        """How the ranks find each other where one is gone.
+
+        Raises
+        ------
+        UsageError
+            They cannot: so they cannot do what this is wanted for.
+        """
+        backend = self.execution.backend
+        if not isinstance(backend, GoesOn) or backend.survivors is None:
+            raise UsageError(f"cannot {to}: {CANNOT.format(name=backend.name)}")
+        return backend.survivors
+
+    def run(self, execution: Execution[Any], checked: Request[Any]) -> Any:
+        """Run a collective; where somebody asks what is slow measure it, and look before it what there is."""
+        watch = self._watch
+        if watch is None or watch.execution is not execution or not watch.measures(checked):
+            return execution.run(checked)
+        if watch.due:
+            made, news = watch.look(self.plans)
+            self.notes = (*self.notes, *news)
+            if news:
+                self.company = watch.company
+            if made is not self.plans:
+                self._adopt(made, self.company)
+        return watch.run(checked)
+
+    def run_to_end(
+        self,
+        collective: str,
+        root: int | None,
+        op: str | None,
+        array: Any,
+        out: Any,
+        seats: tuple[int, ...],
+        outcome: Outcome,
+    ) -> Any:
+        """Run a collective into memory of our own, again where a rank is lost, and hand it over when all have it.
+
+        Parameters
+        ----------
+        root : int or None
+            As ranks were counted at the beginning.
+        seats : tuple of int
+            Those that were taken when it was called.
+        """
+        failure: BackendError | None = None
+        while True:
+            execution, left = self.execution, self.company.seats
+            try:
+                if root is not None and root not in left:
+                    raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
+                place = None if root is None else left.index(root)
+                checked = request(collective, execution.backend, array, out=out, op=op, root=place)
+            except UsageError as error:
+                outcome.without = _gone(seats, left)
+                lost = ", ".join(map(str, outcome.without))
+                raise BackendError(
+                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"anew among the {len(left)} ranks that are left"
+                ) from failure
+            run = partial(self.run, execution, replace(checked, outputs=[None]))
+            result, failure = self._given_to_all(run, seats, outcome)
+            if failure is None:
+                return self._handed(result, checked.outputs[0])
+
+    def run_sparse_to_end(self, asked: SparseRequest, seats: tuple[int, ...], outcome: Outcome) -> Any:
+        """As `run_to_end`, of a sparse collective: each time with the residuals from before it was called."""
+        before = self.sparse.kept(asked)
+        while True:
+            sparse = self.sparse
+
+            def run(sparse: SparseCollective = sparse) -> Any:
+                wanted, outcome.exchange = self._still_possible(sparse, asked)
+                return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
+
+            try:
+                result, failure = self._given_to_all(run, seats, outcome)
+            except UsageError as error:
+                sparse.go_back(asked, before)
+                self.execution.refuse(str(error))
+                raise
+            except BackendError:
+                sparse.go_back(asked, before)
+                with suppress(UsageError):
+                    sparse.keep(asked, sparse.prepare(asked))
+                raise
+            if failure is None:
+                return self._handed(result, asked.outputs[0])
+            self.sparse.go_back(asked, before)
+
+    def shrink(self, without: Collection[int] | None) -> None:
+        """Go on without some ranks, by default those that are gone."""
+        execution = self.execution
+        named = checked_ranks(execution.backend, () if without is None else without)
+        self.check_no_helpers("shrink")
+        if not self._one_rank and not named:
+            raise UsageError("all ranks are in this process and none has failed; name those to leave out")
+        doubted = self._accused(execution.failure)
+        left = go_on(self._state(Progress(self._handed_over)), named, doubted=doubted)
+        assert left is not None, "only where it is asked for"
+        self._take(left)
+
+    def replan(self, change: Change) -> None:
+        """Go on with other links; all ranks mean the same."""
+        before, company = self.plans, replace(self.company, change=self.company.change.then(change))
+        made = self.execution.planned(
+            company.plan, collective=before.collective, root=before.root, about=change.digest
+        )
+        self._adopt(made, company)
+        self.notes = (*self.notes, note_on(before, made, change))
+        self._watch_anew()
+
+    def grow(self) -> tuple[int, ...]:
+        """Let in who comes, where each rank is a process; the ranks that have come, as they are counted then."""
+        before, survivors = self.company.seats, self.survivors("grow")
+        while True:
+            try:
+                texts = self.execution.gather_texts(survivors.knocks)
+            except BackendError as error:
+                if not self.repeats:
+                    raise
+                progress = self._without_failed(error, Progress(self._handed_over))
+                survivors = self.survivors("grow")
+                if max(one.handed_over for one in progress) == self._handed_over:
+                    continue
+                texts = []  # others had those of all, and have let in whom they named
+            self._handed_over += 1
+            invited = survivors.invited(texts, seats=len(self.company.whole.ranks))
+            if invited:
+                left = go_on(self._state(Progress(self._handed_over)), invited=invited)
+                assert left is not None, "only where it is asked for"
+                self._take(left)
+            return self._come_since(before)
+
+    def grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
+        """`grow` where this process holds all ranks: at these seats, by default at all that are empty."""
+        empty = self.company.change.without
+        wanted = empty if seats is None else tuple(seats)
+        strange = [seat for seat in wanted if seat not in empty]
+        if strange:
+            raise UsageError(f"rank {strange[0]} of the first plan is not gone; gone are {empty or 'none'}")
+        if not wanted:
+            return ()
+        before = self.company.seats
+        self._take(of_one_process(self._state(), sorted({*before, *wanted})))
+        return self._come_since(before)
+
+    def joined(self, left: Left) -> None:
+        """Of a rank that was let in: know what the others know."""
+        self.epoch, self.company = left.epoch, left.company
+        self._handed_over = max(one.handed_over for one in left.progress)
+        self.notes = (f"epoch {self.epoch}: joined as rank {self.ranks[0]} of {len(self.plans.ranks)}",)
+        self._watch_anew()
+
+    def check_no_helpers(self, what: str) -> None:
+        """Raise where a plan has helpers, which cannot do what is wanted.
+
+        Raises
+        ------
+        UsageError
+        """
+        if self.plans.plans[-1].helpers:
+            raise UsageError(f"a plan with helpers cannot {what}; start the job again with what is left")
+
+    def _given_to_all(
+        self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
+    ) -> tuple[Result | None, BackendError | None]:
+        """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
+        execution, among, complete = self.execution, self.company.seats, False
+        outcome.without = _gone(seats, among)
+        result: Result | None = None
+        try:
+            result = run()
+            complete = True
+            execution.hand_over()
+        except BackendError as error:
+            progress = self._without_failed(error, Progress(self._handed_over, complete))
+            if max(one.handed_over for one in progress) == self._handed_over:
+                outcome.repeated = True
+                return None, error
+            assert complete, "some rank was told that all are"
+        self._handed_over += 1
+        outcome.among = among
+        return result, None
+
+    def _handed(self, result: Any, wanted: Any) -> Any:
+        """A result where its caller wants it."""
+        if wanted is None or result is None:
+            return result
+        self.execution.backend.arrays.copy(wanted, result)
+        return wanted
+
+    def _still_possible(
+        self, sparse: SparseCollective, asked: SparseRequest
+    ) -> tuple[SparseRequest, Explanation]:
+        """What is asked for, and how it is exchanged: by another exchange where fewer ranks do not have that one."""
+        try:
+            return asked, sparse.explain(asked)
+        except UsageError as error:
+            if not self.epoch or asked.exchange == "auto":
+                raise
+            note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
+            self.notes = self.notes if note in self.notes else (*self.notes, note)
+            asked = replace(asked, exchange="auto")
+            return asked, sparse.explain(asked)
+
+    def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
+        """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
+        left = go_on(self._state(progress), doubted=self._accused(error), only_changed=True)
+        if left is None:
+            raise error
+        self._take(left)
+        return left.progress
+
+    def _accused(self, error: BackendError | None) -> list[int]:
+        """The rank whose failure an error reports, unless it is one of this process."""
+        return [] if error is None or error.peer is None or error.peer in self.ranks else [error.peer]
+
+    def _state(self, progress: Progress | None = None) -> State:
+        """What this process has when it goes on."""
+        backend = self.execution.backend
+        about = backend.about if isinstance(backend, GoesOn) else {}
+        terms = replace(self._terms, backend=backend.name, about=about)
+        return State(backend, self.company, self.plans, terms, self.epoch, progress or Progress())
+
+    def _take(self, left: Left) -> None:
+        """Go on with what is left, or has grown."""
+        before, seats, backend = self.plans, self.company.seats, left.backend
+        self.company, self.epoch = left.company, left.epoch
+        gone, come = _gone(seats, self.company.seats), self._come_since(seats)
+        told = [str(Change.of(gone))] if gone else []
+        if come:
+            told.append(f"with rank {', '.join(map(str, come))} again")
+        about = note_on(before, left.plans, ", ".join(told)) if told else "all ranks go on"
+        if backend.name != self.backend:
+            about += f"; over {backend.name}, before {self.backend}"
+        self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
+        chunks = ChunkSizes(backend.name, fixed=self._terms.chunk_bytes)
+        self._work_by(Execution(PlanStore(left.plans), backend, chunks), left.plans)
+        places = {seat: place for place, seat in enumerate(seats)}
+        self._renew_sparse([0] if self._one_rank else [places.get(seat) for seat in self.company.seats])
+
+    def _work_by(self, execution: Execution[Any], plans: Plans) -> None:
+        """Run collectives by another plan and back end."""
+        backend = execution.backend
+        self._execution = execution
+        self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
+        self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
+        self._watch_anew()
+
+    def _adopt(self, made: Plans, company: Company) -> None:
+        """Go on with another plan for the same ranks."""
+        self.execution.exchange_plans(PlanStore(made))
+        self.plans, self.company = made, company
+        self._renew_sparse(range(len(self.ranks)))
+
+    def _watch_anew(self) -> None:
+        """Begin to look for what is slow, by the present plan."""
+        if self._terms.on_slow != "ignore":
+            replans = self._terms.on_slow == "replan"
+            self._watch = Watch(self.execution, self.plans, self.company, replans=replans)
+
+    def _renew_sparse(self, places: Sequence[int | None]) -> None:
+        """Plan sparse collectives anew, with the residuals at these places; None is a rank that has none yet."""
+        if self._sparse is not None:
+            state: dict[str, list[Mapping[str, Any]]] = {
+                key: [_nothing(listed[0]) if place is None else listed[place] for place in places]
+                for key, listed in self._sparse.state().items()
+            }
+            self._sparse = SparseCollective(self.execution)
+            self._sparse.restore(state)
+
+    def _come_since(self, before: Collection[int]) -> tuple[int, ...]:
+        """Ranks at seats that were empty."""
+        return tuple(rank for rank, seat in enumerate(self.company.seats) if seat not in before)
+
+
+def _gone(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Ranks, as they were counted before, whose seats are empty."""
+    return tuple(rank for rank, seat in enumerate(before) if seat not in after)
+
+
+def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a gradient like this before its first collective."""
+    return {
+        name: np.zeros_like(kept) if isinstance(kept, np.ndarray) else 0 if name == "step" else kept
+        for name, kept in like.items()
+    }
