@@ -687,6 +687,7 @@ class Communicator(DenseCollectives):
                 progress = self._without_failed(error, Progress(self._handed_over))
                 survivors = self._survivors("grow")
                 if max(one.handed_over for one in progress) == self._handed_over:
+                    before = self._company.seats
                     continue
                 texts = []  # others had those of all, and have let in whom they named
             self._handed_over += 1
