@@ -235,10 +235,10 @@ class Communicator(DenseCollectives):
         self.notes: tuple[str, ...] = ()
         self.on_failure = on_failure
         self._goes_on = on_failure == "shrink" and opened.one_rank
-        self._company = Company(plan)
         self._timeout = timeout
         self._handed_over = 0
-        self._execution: Execution[Any] | None = Execution(store, opened, chunks)
+        self._present: tuple[Execution[Any] | None, Company] = Execution(store, opened, chunks), Company(plan)
+        """What runs collectives, and among whom: changed and read at once, where another thread goes on meanwhile."""
         self._on_slow = on_slow
         self._watch: Watch | None = None
         self._watch_anew()
@@ -320,7 +320,7 @@ class Communicator(DenseCollectives):
             Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
             unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
         """
-        execution = self._open()
+        execution, company = self._opened()
         try:
             asked = sparse_request(
                 execution.backend,
@@ -338,7 +338,7 @@ class Communicator(DenseCollectives):
             raise
         if self._goes_on:
             outcome = Outcome()
-            task = partial(self._sparse_to_end, asked, self._company.seats, outcome)
+            task = partial(self._sparse_to_end, asked, company.seats, outcome)
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._sparse_collective()
         try:
@@ -362,7 +362,7 @@ class Communicator(DenseCollectives):
                 raise
 
         if async_op:
-            return self._in_order.submit(run, Outcome(among=self._company.seats, exchange=chosen))
+            return self._in_order.submit(run, Outcome(among=company.seats, exchange=chosen))
         return self._in_order.run(run)
 
     def explain(
@@ -612,7 +612,7 @@ class Communicator(DenseCollectives):
         except BaseException:
             left.backend.close()
             raise
-        made.epoch, made._company = left.epoch, left.company
+        made.epoch, made._present = left.epoch, (made._execution, left.company)
         made._handed_over = max(one.handed_over for one in left.progress)
         made.notes = (f"epoch {made.epoch}: joined as rank {made.rank} of {made.size}",)
         made._watch_anew()
@@ -766,9 +766,9 @@ class Communicator(DenseCollectives):
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
-        if self._execution is not None:
-            execution = self._execution
-            self._execution = None
+        execution, company = self._present
+        if execution is not None:
+            self._present = None, company
             self._in_order.close()
             execution.backend.close()
             if self._chunk_file is not None and 0 in self.ranks:
@@ -897,7 +897,8 @@ class Communicator(DenseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """As `_start`, for a collective that is repeated by the ranks that are left where one dies."""
-        backend = self._open().backend
+        execution, company = self._opened()
+        backend, seats = execution.backend, company.seats
         try:
             request(collective, backend, arrays, out=out, op=op, root=root)
             if isinstance(backend, Captures) and backend.captures:
@@ -908,7 +909,7 @@ class Communicator(DenseCollectives):
         except UsageError as error:
             self._refuse(str(error))
             raise
-        outcome, seats = Outcome(), self._company.seats
+        outcome = Outcome()
         seat = None if root is None else seats[root]
         task = partial(self._run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
@@ -922,15 +923,16 @@ class Communicator(DenseCollectives):
             made, news = watch.look(self.plan)
             self.notes = (*self.notes, *news)
             if news:
-                self._company = watch.company
+                self._present = execution, watch.company
             if made is not self.plan:
                 self._adopt(made, self._company)
         return watch.run(checked)
 
     def _adopt(self, made: Plans, company: Company) -> None:
         """Go on with another plan for the same ranks."""
-        self._open().exchange_plans(PlanStore(made))
-        self.plan, self._company = made, company
+        execution = self._open()
+        execution.exchange_plans(PlanStore(made))
+        self.plan, self._present = made, (execution, company)
         self._renew_sparse(range(len(self.ranks)))
 
     def _watch_anew(self) -> None:
@@ -960,8 +962,8 @@ class Communicator(DenseCollectives):
         """
         failure: BackendError | None = None
         while True:
-            execution = self._open()
-            left = self._company.seats
+            execution, company = self._opened()
+            left = company.seats
             try:
                 if root is not None and root not in left:
                     raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
@@ -1032,7 +1034,8 @@ class Communicator(DenseCollectives):
         self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
     ) -> tuple[Result | None, BackendError | None]:
         """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
-        execution, among, complete = self._open(), self._company.seats, False
+        execution, company = self._opened()
+        among, complete = company.seats, False
         outcome.without = tuple(rank for rank, seat in enumerate(seats) if seat not in among)
         result: Result | None = None
         try:
@@ -1067,8 +1070,9 @@ class Communicator(DenseCollectives):
     def _take(self, left: Left) -> None:
         """Go on with what is left, or has grown."""
         before, seats = self.plan, self._company.seats
-        self.plan, self.ranks, self._company = left.plans, left.backend.ranks, left.company
-        self.epoch = left.epoch
+        chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
+        self._present = Execution(PlanStore(left.plans), left.backend, chunks), left.company
+        self.plan, self.ranks, self.epoch = left.plans, left.backend.ranks, left.epoch
         gone = Change.of([rank for rank, seat in enumerate(seats) if seat not in left.company.seats])
         come = self._come_since(seats)
         told = [str(gone)] if gone.without else []
@@ -1080,8 +1084,6 @@ class Communicator(DenseCollectives):
             self.backend = left.backend.name
         self.engine = left.backend.about_engine if isinstance(left.backend, HasEngines) else ""
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
-        chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
-        self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
         self._watch_anew()
         self._renew_sparse([0] if self.one_rank else [_place(seats, seat) for seat in left.company.seats])
 
@@ -1113,9 +1115,21 @@ class Communicator(DenseCollectives):
         return self._sparse
 
     def _open(self) -> Execution[Any]:
-        if self._execution is None:
+        return self._opened()[0]
+
+    def _opened(self) -> tuple[Execution[Any], Company]:
+        execution, company = self._present
+        if execution is None:
             raise UsageError("the communicator is closed; make a new one")
-        return self._execution
+        return execution, company
+
+    @property
+    def _execution(self) -> Execution[Any] | None:
+        return self._present[0]
+
+    @property
+    def _company(self) -> Company:
+        return self._present[1]
 
     def _root(self, root: int | None) -> int:
         if root is None:
