@@ -648,7 +648,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """As `_start`, for a collective that is repeated by the ranks that are left where one dies."""
-        backend = self._open().backend
+        execution, company = self._members.present
+        backend, seats = execution.backend, company.seats
         try:
             request(collective, backend, arrays, out=out, op=op, root=root)
             if isinstance(backend, Captures) and backend.captures:
@@ -659,7 +660,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         except UsageError as error:
             self.refuse(str(error))
             raise
-        outcome, seats = Outcome(), self.seats
+        outcome = Outcome()
         seat = None if root is None else seats[root]
         task = partial(self._members.run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)

@@ -63,8 +63,6 @@ class Members:
         Those of this process.
     plans : Plan or SizePlans
         By which they work.
-    company : Company
-        Who they are, of those that the first plan is for.
     epoch : int
         How often they have agreed on who is left.
     notes : tuple of str
@@ -74,29 +72,39 @@ class Members:
     """
 
     def __init__(self, execution: Execution[Any], plans: Plans, terms: Terms) -> None:
-        self.company = Company(plans)
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
         self._terms = terms
         self._one_rank = execution.backend.one_rank
         self._handed_over = 0
-        self._execution: Execution[Any] | None = None
         self._sparse: SparseCollective | None = None
         self._watch: Watch | None = None
-        self._work_by(execution, plans)
+        self._present: tuple[Execution[Any] | None, Company]
+        self._work_by(execution, plans, Company(plans))
 
     @property
-    def execution(self) -> Execution[Any]:
-        """What runs their collectives.
+    def present(self) -> tuple[Execution[Any], Company]:
+        """What runs collectives, and among whom; read at once, since another thread may go on meanwhile.
 
         Raises
         ------
         UsageError
             The communicator is closed.
         """
-        if self._execution is None:
+        execution, company = self._present
+        if execution is None:
             raise UsageError("the communicator is closed; make a new one")
-        return self._execution
+        return execution, company
+
+    @property
+    def execution(self) -> Execution[Any]:
+        """What runs their collectives, as in `present`."""
+        return self.present[0]
+
+    @property
+    def company(self) -> Company:
+        """Who they are, of those that the first plan is for."""
+        return self._present[1]
 
     @property
     def sparse(self) -> SparseCollective:
@@ -122,7 +130,8 @@ class Members:
 
     def close(self) -> Execution[Any] | None:
         """Run nothing any more; what has run the collectives is returned, the first time."""
-        execution, self._execution = self._execution, None
+        execution, company = self._present
+        self._present = None, company
         return execution
 
     def survivors(self, to: str) -> Survivors:
@@ -147,7 +156,7 @@ class Members:
             made, news = watch.look(self.plans)
             self.notes = (*self.notes, *news)
             if news:
-                self.company = watch.company
+                self._present = execution, watch.company
             if made is not self.plans:
                 self._adopt(made, self.company)
         return watch.run(checked)
@@ -173,7 +182,8 @@ class Members:
         """
         failure: BackendError | None = None
         while True:
-            execution, left = self.execution, self.company.seats
+            execution, company = self.present
+            left = company.seats
             try:
                 if root is not None and root not in left:
                     raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
@@ -250,6 +260,7 @@ class Members:
                 progress = self._without_failed(error, Progress(self._handed_over))
                 survivors = self.survivors("grow")
                 if max(one.handed_over for one in progress) == self._handed_over:
+                    before = self.company.seats
                     continue
                 texts = []  # others had those of all, and have let in whom they named
             self._handed_over += 1
@@ -275,7 +286,7 @@ class Members:
 
     def joined(self, left: Left) -> None:
         """Of a rank that was let in: know what the others know."""
-        self.epoch, self.company = left.epoch, left.company
+        self.epoch, self._present = left.epoch, (self.execution, left.company)
         self._handed_over = max(one.handed_over for one in left.progress)
         self.notes = (f"epoch {self.epoch}: joined as rank {self.ranks[0]} of {len(self.plans.ranks)}",)
         self._watch_anew()
@@ -294,7 +305,8 @@ class Members:
         self, run: Callable[[], Result], seats: tuple[int, ...], outcome: Outcome
     ) -> tuple[Result | None, BackendError | None]:
         """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
-        execution, among, complete = self.execution, self.company.seats, False
+        execution, company = self.present
+        among, complete = company.seats, False
         outcome.without = _gone(seats, among)
         result: Result | None = None
         try:
@@ -353,33 +365,34 @@ class Members:
 
     def _take(self, left: Left) -> None:
         """Go on with what is left, or has grown."""
-        before, seats, backend = self.plans, self.company.seats, left.backend
-        self.company, self.epoch = left.company, left.epoch
+        before, seats, backend = self.plans, self.company.seats, self.backend
+        chunks = ChunkSizes(left.backend.name, fixed=self._terms.chunk_bytes)
+        self._work_by(Execution(PlanStore(left.plans), left.backend, chunks), left.plans, left.company)
+        self.epoch = left.epoch
         gone, come = _gone(seats, self.company.seats), self._come_since(seats)
         told = [str(Change.of(gone))] if gone else []
         if come:
             told.append(f"with rank {', '.join(map(str, come))} again")
         about = note_on(before, left.plans, ", ".join(told)) if told else "all ranks go on"
-        if backend.name != self.backend:
-            about += f"; over {backend.name}, before {self.backend}"
+        if self.backend != backend:
+            about += f"; over {self.backend}, before {backend}"
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
-        chunks = ChunkSizes(backend.name, fixed=self._terms.chunk_bytes)
-        self._work_by(Execution(PlanStore(left.plans), backend, chunks), left.plans)
         places = {seat: place for place, seat in enumerate(seats)}
         self._renew_sparse([0] if self._one_rank else [places.get(seat) for seat in self.company.seats])
 
-    def _work_by(self, execution: Execution[Any], plans: Plans) -> None:
+    def _work_by(self, execution: Execution[Any], plans: Plans, company: Company) -> None:
         """Run collectives by another plan and back end."""
         backend = execution.backend
-        self._execution = execution
+        self._present = execution, company
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
         self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
         self._watch_anew()
 
     def _adopt(self, made: Plans, company: Company) -> None:
         """Go on with another plan for the same ranks."""
-        self.execution.exchange_plans(PlanStore(made))
-        self.plans, self.company = made, company
+        execution = self.execution
+        execution.exchange_plans(PlanStore(made))
+        self.plans, self._present = made, (execution, company)
         self._renew_sparse(range(len(self.ranks)))
 
     def _watch_anew(self) -> None:

@@ -80,7 +80,7 @@ class SparseCollectives(ABC):
             Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
             unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
         """
-        execution = self._members.execution
+        execution, company = self._members.present
         try:
             asked = sparse_request(
                 execution.backend,
@@ -98,7 +98,7 @@ class SparseCollectives(ABC):
             raise
         if self._members.repeats:
             outcome = Outcome()
-            task = partial(self._members.run_sparse_to_end, asked, self._members.company.seats, outcome)
+            task = partial(self._members.run_sparse_to_end, asked, company.seats, outcome)
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._members.sparse
         try:
@@ -122,7 +122,7 @@ class SparseCollectives(ABC):
                 raise
 
         if async_op:
-            return self._in_order.submit(run, Outcome(among=self._members.company.seats, exchange=chosen))
+            return self._in_order.submit(run, Outcome(among=company.seats, exchange=chosen))
         return self._in_order.run(run)
 
     def explain(

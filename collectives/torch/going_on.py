@@ -11,15 +11,20 @@ What a lost rank has kept of its gradients is lost with it. How much that was, e
 
 One that comes in place of a lost one has a process group of its own, for DDP alone. It gets what the others have by the
 broadcast of the plan, between two steps: parameters, buffers, state of the optimiser, step, warm starts.
+
+Wherever ranks meet they say the same kind of word (`Word`), whether a step is over, others were let in, or some were
+lost: what ranks do next is decided by these words alone, so that one that lets others in and one that goes on after a
+failure do the same.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +37,7 @@ from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.parameter_residuals import ParameterNumbers
 from collectives.torch.process_group import PlannedGroup
 from collectives.training.averaging import InStepAverager
+from collectives.training.newcomers import giver_among, send
 from topoplan.errors import BackendError, UsageError
 
 Seats = tuple[int, ...]
@@ -73,6 +79,40 @@ class Unsent:
     def plus(self, other: Unsent) -> Unsent:
         """Of both."""
         return Unsent(self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm))
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank says of itself where ranks meet.
+
+    Parameters
+    ----------
+    steps : int
+        How many it has ended, calls of `GoingOnExchange.grow` too.
+    has_it : bool
+        Whether it has what the others have.
+    grown : bool
+        Whether others were let in, in the call of `grow` in which it is.
+    alike : str
+        What all ranks must have in common, in such a call.
+    seats : tuple of int
+        The ranks that there were behind the last step that it has ended.
+    unsent : Unsent
+        What it has kept of its gradients.
+    """
+
+    steps: int
+    has_it: bool
+    grown: bool
+    alike: str
+    seats: Seats
+    unsent: Unsent
+
+    @staticmethod
+    def read(text: str) -> Word:
+        """Of its JSON."""
+        told = json.loads(text)
+        return Word(**{**told, "seats": tuple(told["seats"]), "unsent": Unsent(**told["unsent"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +192,7 @@ class GoingOnExchange(BucketExchange):
     numbers : ParameterNumbers
     on_change : callable
         Told when a step has ended with other ranks than before, and before DDP gets its averages: those before and now,
-        by their numbers in the first plan, and what those that are gone had kept.
+        and of those before the ones that are gone, by their numbers in the first plan; and what these had kept.
     has_it : bool
         Whether this rank has what the others have; one that has come later gets it by `grow`.
     """
@@ -161,7 +201,7 @@ class GoingOnExchange(BucketExchange):
         self,
         averager: InStepAverager,
         numbers: ParameterNumbers,
-        on_change: Callable[[Seats, Seats, Unsent], None],
+        on_change: Callable[[Seats, Seats, Seats, Unsent], None],
         *,
         has_it: bool = True,
     ) -> None:
@@ -169,6 +209,7 @@ class GoingOnExchange(BucketExchange):
         self._on_change = on_change
         self._seats = averager.communicator.seats
         self._has_it = has_it
+        self._grown, self._alike = False, ""
         self._steps = 0
         self._kept: dict[int, Unsent] = {}
         self._held: list[_Held] = []
@@ -249,43 +290,44 @@ class GoingOnExchange(BucketExchange):
             raise UsageError(
                 "ranks that come later know parameters by their order; give HookState parameters="
             )
-        before, comm, let_in = self._seats, self._averager.communicator, not self._has_it
+        comm = self._averager.communicator
+        self._grown, self._alike = not self._has_it, alike  # one that comes was let in by the others' call
+        come: set[int] = set()
 
-        def complete() -> None:
-            nonlocal before, let_in
-            if let_in:
-                let_in = False  # by the others' call
-            else:
+        def let_in() -> None:
+            if not self._grown:
                 comm.grow()
-            mine = [self._has_it, self._steps, alike, self._seats]
-            said = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
-            having = [rank for rank, (has_it, *_) in enumerate(said) if has_it]
-            if not having:
-                raise UsageError("all ranks that had parameters are gone; start again from a checkpoint")
-            _, steps, wanted, seats = said[having[0]]
-            strange = [rank for rank, (_, _, told, _) in enumerate(said) if told != wanted]
-            if comm.rank in strange:
+                self._grown = True
+
+        def hand_on(giver: int, told: Word) -> None:
+            send(comm, giver, has_it=self._has_it, give=give, take=take)
+            if not self._has_it:
+                self._steps, self._seats, self._has_it = told.steps, told.seats, True
+
+        act: Callable[[], None] = let_in
+        while True:
+            told, _ = self._met(act)
+            if self._ahead(told) is not None:
+                break
+            if not any(one.grown for one in told.values()):
+                act = let_in
+                continue
+            giver, strange = giver_among({seat: (one.has_it, one.alike) for seat, one in told.items()})
+            lacking = {seat for seat, one in told.items() if not one.has_it}
+            if comm.seats[comm.rank] in strange:
                 raise UsageError(
-                    f"this rank has {alike}, and the others {wanted}; make model and state alike"
+                    f"this rank has {alike}, and the others {told[giver].alike}; make model and state alike"
                 )
             if strange:
-                comm.shrink(without=strange)
-                complete()
-            elif len(having) < len(said):
-                if not self._has_it:
-                    self._steps, self._seats = steps, tuple(seats)
-                    before = self._seats
-                given = give() if comm.rank == having[0] else b""
-                length = int(comm.gather_texts(f"{len(given)}")[having[0]])
-                line = np.zeros(length, np.uint8)
-                line[: len(given)] = np.frombuffer(given, np.uint8)
-                sent = comm.broadcast(comm.arrays.wrapped(line), root=having[0])
-                if not self._has_it:
-                    take(comm.arrays.values(sent).tobytes())
-                    self._has_it = True
-
-        self._end(complete, lambda: None)
-        return tuple(rank for rank, seat in enumerate(self._seats) if seat not in before)
+                act = partial(comm.shrink, without=[comm.seats.index(seat) for seat in strange])
+            elif lacking:
+                come |= lacking
+                act = partial(hand_on, giver, told[giver])
+            else:
+                break
+        self._grown, self._alike = False, ""
+        self._accept(told, come)
+        return tuple(rank for rank, seat in enumerate(self._seats) if seat in come)
 
     def _complete(self) -> None:
         """Wait for all averages of this step."""
@@ -307,38 +349,58 @@ class GoingOnExchange(BucketExchange):
 
     def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
         """End a step together with those that are left, and tell of the others."""
-        fewer, among = False, self._seats
-        while True:
-            try:
-                if fewer:
-                    again()
-                complete()
-                among = self._averager.communicator.seats
-                told = self._meet()
-                break
-            except BackendError as error:
-                told, fewer = self._go_on(error), True
-                if self._has_it and max(steps for steps, _ in told.values()) > self._steps:
-                    break  # some rank was told that all of these have theirs; who is gone since is told a step later
+
+        def repeated() -> None:
+            again()
+            complete()
+
+        told, failed = self._met(complete)
+        while failed and self._ahead(told) is None:
+            told, failed = self._met(repeated)
+        self._accept(told)
+
+    def _ahead(self, told: Mapping[int, Word]) -> Word | None:
+        """What one says that has ended the step in which this rank is: it was told that all have theirs."""
+        ahead = (one for one in told.values() if self._has_it and one.steps > self._steps)
+        return next(ahead, None)
+
+    def _accept(self, told: Mapping[int, Word], come: Collection[int] = ()) -> None:
+        """A step is over; who is gone since one has ended it that is ahead is told a step later.
+
+        Parameters
+        ----------
+        told : mapping of int to Word
+            By the seats of those that were met last.
+        come : collection of int
+            Seats of which others have come.
+        """
+        ahead, before = self._ahead(told), self._seats
+        self._seats = tuple(told) if ahead is None else ahead.seats
         self._steps, self._before = self._steps + 1, self._behind
-        before, kept, lost = self._seats, self._kept, Unsent()
-        self._seats, self._kept = among, {**kept, **{seat: unsent for seat, (_, unsent) in told.items()}}
-        for seat in before:
-            if seat not in self._seats:
-                lost = lost.plus(kept.get(seat, Unsent()))
-        if before != self._seats:
-            self._on_change(before, self._seats, lost)
+        kept, lost = self._kept, Unsent()
+        self._kept = {**kept, **{seat: one.unsent for seat, one in told.items()}}
+        gone = tuple(seat for seat in before if seat not in self._seats or seat in come)
+        for seat in gone:
+            lost = lost.plus(kept.get(seat, Unsent()))
+        if gone or before != self._seats:
+            self._on_change(before, self._seats, gone, lost)
 
-    def _meet(self) -> dict[int, tuple[int, Unsent]]:
-        """Tell all ranks how many steps this one has ended, and what it has kept; what each says, by its seat."""
+    def _met(self, act: Callable[[], object]) -> tuple[dict[int, Word], bool]:
+        """Do something together with the others and meet them, or those that are left, and whether some were lost."""
+        try:
+            act()
+            return self._meet(), False
+        except BackendError as error:
+            return self._go_on(error), True
+
+    def _meet(self) -> dict[int, Word]:
+        """What each rank says of itself, by its seat."""
         comm = self._averager.communicator
-        mine = [self._steps, *astuple(self._mine)]
-        told = [json.loads(text) for text in comm.gather_texts(json.dumps(mine))]
-        return {
-            seat: (steps, Unsent(*unsent)) for seat, (steps, *unsent) in zip(comm.seats, told, strict=True)
-        }
+        mine = Word(self._steps, self._has_it, self._grown, self._alike, self._seats, self._mine)
+        told = [Word.read(text) for text in comm.gather_texts(json.dumps(asdict(mine)))]
+        return dict(zip(comm.seats, told, strict=True))
 
-    def _go_on(self, error: BackendError) -> dict[int, tuple[int, Unsent]]:
+    def _go_on(self, error: BackendError) -> dict[int, Word]:
         """Agree on who is left, and meet them; raises the error where nobody is gone."""
         comm = self._averager.communicator
         for one in self._held:

@@ -525,15 +525,14 @@ class HookState:
         let_go()
         self._leave()
 
-    def _changes(self, before: Seats, now: Seats, lost: Unsent) -> None:
+    def _changes(self, before: Seats, now: Seats, gone: Seats, lost: Unsent) -> None:
         """A step has ended with other ranks."""
         comm, step = self.communicator, self.recorder.step
         assert comm is not None, "of which they are"
         self.rank, self.size = now.index(comm.seats[comm.rank]), len(now)
         self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
-        without = tuple(rank for rank, seat in enumerate(before) if seat not in now)
-        if without:
+        if without := tuple(before.index(seat) for seat in gone):
             self.shrunk = (*self.shrunk, Shrunk(step, without, len(before), len(now), lost))
         if self._on_change is not None:
             self._on_change(len(before), len(now))

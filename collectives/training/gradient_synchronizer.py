@@ -22,7 +22,7 @@ from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
-from collectives.training.newcomers import hand_on
+from collectives.training.newcomers import hand_on, packed, unpacked
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -369,22 +369,18 @@ class GradientSynchronizer:
                 raise UsageError("who comes has not entered join; let others in outside of it")
             if comm.on_failure != "shrink" or not comm.one_rank:
                 raise UsageError("ranks that raise when one dies let nobody in; use on_failure='shrink'")
-        before = self.recorder.among
         if not self._comes:
             comm.grow()  # who has come may have died again before some of the others return, so all of them meet
         with self._refusing("growing"):
-            among = hand_on(
+            come = hand_on(
                 comm,
                 arrays,
                 has_it=not self._comes,
                 alike=f"{self._same()['layout']} {self._alike}",
-                give=self._common,
-                take=self._take_common,
+                give=lambda: packed(self._common()),
+                take=lambda text: self._take_common(unpacked(text)),
             )
-        if self._comes:
-            self._comes = False
-            return (comm.rank,)
-        come = set(among).difference(before)
+        self._comes = False
         return tuple(rank for rank, seat in enumerate(comm.seats) if seat in come)
 
     def after_step(self, parameters: Any) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -196,6 +197,32 @@ def test_nobody_comes_where_all_are_there() -> None:
             return comm.grow(), comm.epoch, comm.all_reduce(np.ones(2)).tolist()
 
     assert backends_in_threads(2, body) == [((), 0, [2.0, 2.0])] * 2
+
+
+def test_who_comes_in_place_of_one_that_dies_meanwhile_has_come() -> None:
+    door: list[str] = []
+    opened, joined = threading.Event(), []
+
+    def newcomer() -> None:
+        assert opened.wait(STEP_SECONDS)
+        with Communicator.join(door[0], seat=2, wait=STEP_SECONDS) as comm:
+            joined.append(comm.all_reduce(np.ones(2)).tolist())
+
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(plan_for(3), backend, on_failure="shrink") as comm:
+            if rank == 0:
+                door.append(comm.invitation)
+                opened.set()
+                while comm._survivors("grow").knocks == "[]":
+                    time.sleep(0.01)
+            comm.gather_texts("somebody knocks at rank 0")
+            return None if rank == 2 else (comm.grow(), comm.all_reduce(np.ones(2)).tolist())
+
+    thread = threading.Thread(target=newcomer, daemon=True)
+    thread.start()
+    assert backends_in_threads(3, body) == [((2,), [3.0, 3.0])] * 2 + [None]
+    thread.join(STEP_SECONDS)
+    assert joined == [[3.0, 3.0]]
 
 
 def test_ranks_of_one_process_come_back_with_no_residuals_of_their_own() -> None:

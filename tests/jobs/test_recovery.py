@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.communicator import communicator
 from collectives.launching.mpiexec import find_launcher, mpiexec_command
 from tests.faults.recovery import DEATH, FEW, MANY, STOPPED_SECONDS, Round, faults_of, one_round, plan_for
 from tests.support.checkout import ROOT
@@ -293,3 +295,27 @@ def test_what_waited_behind_a_collective_that_lost_a_rank_is_without_it_too() ->
 
     left = [(3.0, True, (2,)), (3.0, False, (2,)), (3.0, False, (2,))]
     assert backends_in_threads(3, body) == [left, left, None]
+
+
+def test_a_root_is_who_had_its_number_when_it_was_named_also_where_ranks_go_on_in_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a collective in the background may do, between a look at the arguments and at who is there."""
+    looked, going_on = communicator.request, threading.local()
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        found = looked(*given, **named)
+        getattr(going_on, "at_once", lambda: None)()
+        going_on.at_once = lambda: None
+        return found
+
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(plan_for(3), backend, on_failure="shrink") as comm:
+            if rank == 0:
+                return None
+            going_on.at_once = comm.shrink
+            handle = comm.broadcast(np.full(3, rank), root=2, async_op=True)
+            return handle.wait().tolist(), handle.without, comm.seats
+
+    monkeypatch.setattr(communicator, "request", meanwhile)
+    assert backends_in_threads(3, body) == [None, ([2] * 3, (0,), (1, 2)), ([2] * 3, (0,), (1, 2))]
