@@ -213,7 +213,7 @@ def test_who_comes_in_place_of_one_that_dies_meanwhile_has_come() -> None:
             if rank == 0:
                 door.append(comm.invitation)
                 opened.set()
-                while comm._survivors("grow").knocks == "[]":
+                while comm._members.survivors("grow").knocks == "[]":
                     time.sleep(0.01)
             comm.gather_texts("somebody knocks at rank 0")
             return None if rank == 2 else (comm.grow(), comm.all_reduce(np.ones(2)).tolist())

@@ -85,7 +85,7 @@ class Job:
             if rank == 0:
                 self._door.append(comm.invitation)
                 self._opened.set()
-                while comm._survivors("grow").knocks == "[]":
+                while comm._members.survivors("grow").knocks == "[]":
                     self._dead.wait(0.01)
             comm.gather_texts("somebody knocks at rank 0")
             if rank:
