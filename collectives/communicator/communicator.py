@@ -560,7 +560,8 @@ class Communicator(DenseCollectives):
         Raises
         ------
         UsageError
-            All ranks are in this process, or those of this back end cannot go on without one.
+            All ranks are in this process, those of this back end cannot go on without one, or they are of the process
+            group "topoplan".
         """
         return self._survivors("let others in").invitation
 
@@ -640,7 +641,7 @@ class Communicator(DenseCollectives):
         Raises
         ------
         UsageError
-            A seat is not empty, or they are given where each rank is a process; or this back end cannot go on.
+            A seat is not empty, or they are given where each rank is a process; or nobody can come in (`invitation`).
         BackendError
             Another rank failed, or makes another call.
 
@@ -707,6 +708,11 @@ class Communicator(DenseCollectives):
         backend = self._open().backend
         if not isinstance(backend, GoesOn) or backend.survivors is None:
             raise UsageError(f"cannot {to}: {CANNOT.format(name=backend.name)}")
+        if backend.survivors.beside is not None:
+            raise UsageError(
+                f"cannot {to}: a process group of torch goes on without ranks and takes none in; use gloo, and "
+                "DDP with HookState(on_failure='shrink'), whose grow does"
+            )
         return backend.survivors
 
     def _check_no_helpers(self, what: str) -> None:
