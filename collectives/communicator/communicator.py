@@ -379,7 +379,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         Raises
         ------
         UsageError
-            All ranks are in this process, or those of this back end cannot go on without one.
+            All ranks are in this process, those of this back end cannot go on without one, or they are of the process
+            group "topoplan".
         """
         return self._members.survivors("let others in").invitation
 
@@ -456,7 +457,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         Raises
         ------
         UsageError
-            A seat is not empty, or they are given where each rank is a process; or this back end cannot go on.
+            A seat is not empty, or they are given where each rank is a process; or nobody can come in (`invitation`).
         BackendError
             Another rank failed, or makes another call.
 

@@ -323,6 +323,8 @@ def _made_anew(
         )
     else:
         assert isinstance(state.backend, GoesOn), "looked at before"
+        if survivors.beside is not None:
+            survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
         progress = state.progress if state else Progress()

@@ -145,6 +145,11 @@ class Members:
         backend = self.execution.backend
         if not isinstance(backend, GoesOn) or backend.survivors is None:
             raise UsageError(f"cannot {to}: {CANNOT.format(name=backend.name)}")
+        if backend.survivors.beside is not None:
+            raise UsageError(
+                f"cannot {to}: a process group of torch goes on without ranks and takes none in; use gloo, and "
+                "DDP with HookState(on_failure='shrink'), whose grow does"
+            )
         return backend.survivors
 
     def run(self, execution: Execution[Any], checked: Request[Any]) -> Any:

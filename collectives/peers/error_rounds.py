@@ -62,6 +62,31 @@ def say_all(gather: Gather, what: Callable[[], str]) -> list[str]:
     return [answer["said"] for answer in _round(gather, mine, failure)]
 
 
+def check_all(gather: Gather, check: Callable[[], object]) -> None:
+    """Raise on all ranks where a check fails on one: there what it has raised, elsewhere what names that rank.
+
+    Examples
+    --------
+    >>> check_all(lambda text: [text, text], lambda: None)
+    """
+    failures: list[Exception] = []
+
+    def checked() -> str:
+        try:
+            check()
+        except Exception as error:
+            failures.append(error)
+            raise
+        return ""
+
+    try:
+        say_all(gather, checked)
+    except TopoplanError:
+        if failures:
+            raise failures[0] from None
+        raise
+
+
 def say_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
     """As `say_all`, where ``what`` may take longer than a gather waits for a rank.
 

@@ -30,7 +30,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -137,6 +137,9 @@ class Survivors:
         The numbers of the ranks that are left, in order of their seats.
     timeout : float
         Seconds of a collective, of one that was let in.
+    beside : callable or None
+        What else goes on with these ranks, and lets nobody in: called by those that are left before they exchange
+        anything, with a gathering over them, the rank and size, and `local`.
     """
 
     def __init__(self, local: str) -> None:
@@ -151,6 +154,7 @@ class Survivors:
         self.epoch = 0
         self.timeout = 0.0
         self.members: tuple[int, ...] = ()
+        self.beside: Callable[[Gather, int, int, str], None] | None = None
         self._changed = threading.Condition(threading.RLock())
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()

@@ -227,10 +227,7 @@ class GoingOnExchange(BucketExchange):
         BackendError
             The step failed, and not because a rank was lost; or the others have left this one out.
         """
-        if not self._has_it:
-            raise UsageError(
-                "this rank has come later and has not what the others have; call state.grow first"
-            )
+        self.check_has_it()
         try:
             if not self._held:
                 self._failure = None
@@ -255,6 +252,13 @@ class GoingOnExchange(BucketExchange):
             self._held.clear()
             self.forget()
             raise
+
+    def check_has_it(self) -> None:
+        """Raise `UsageError` where this rank has not what the others have."""
+        if not self._has_it:
+            raise UsageError(
+                "this rank has come later and has not what the others have; call state.grow first"
+            )
 
     def forget(self) -> None:
         """What this rank keeps is not what it was behind the last step: that failed, or it comes from a checkpoint."""

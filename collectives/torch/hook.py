@@ -25,6 +25,7 @@ from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
+from collectives.peers.error_rounds import check_all
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
 from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
@@ -39,7 +40,7 @@ from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
-from collectives.training.uneven import Presence
+from collectives.training.uneven import Presence, told_to_others
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class HookState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank.
+        """Go on from what `state_dict` gave on this rank; all ranks must call it.
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
         says what is lost, with counts. Where DDP's buckets are others than then, a later warning of the first steps
@@ -367,17 +368,16 @@ class HookState:
         Raises
         ------
         UsageError
-            It is another rank's or of another momentum; nothing has changed.
+            On some rank it is another rank's or of another momentum: on all, and nothing has changed. Or this rank has
+            come later and has yet to call `grow`.
+        BackendError
+            Another rank failed, or does not call it.
         """
-        if state["ranks"] == self.size and state["rank"] != self.rank:
-            raise UsageError(
-                f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
-                f"{self.size}; every rank loads what it saved itself"
-            )
-        if state["momentum"] != self.momentum:
-            raise UsageError(
-                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
-            )
+        if isinstance(self.buckets, GoingOnExchange):
+            self.buckets.check_has_it()
+        comm = self.communicator
+        gather = gather_by(self.group) if comm is None else comm.gather_texts
+        check_all(gather, lambda: self._check_state(state))
         velocities, filters = state["velocities"], state.get("filters", NOTHING)
         kept = {
             int(number): Kept(residual, velocities.get(number)).copy()
@@ -403,6 +403,18 @@ class HookState:
             lost.append(told(filters))
         self.recorder.step = int(state["step"])
         warn_of_lost(lost, why)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `UsageError` where a state does not fit."""
+        if state["ranks"] == self.size and state["rank"] != self.rank:
+            raise UsageError(
+                f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
+                f"{self.size}; every rank loads what it saved itself"
+            )
+        if state["momentum"] != self.momentum:
+            raise UsageError(
+                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+            )
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
@@ -469,7 +481,8 @@ class HookState:
         UsageError
             The model is no DDP, or the mode is another than `BSP`.
         BackendError
-            Another rank failed.
+            Another rank failed, or has raised something inside. Ranks that have left the block, and models whose
+            buffers DDP broadcasts, may hear of it from torch instead: when the process of that rank ends.
         """
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
@@ -485,7 +498,7 @@ class HookState:
         presence = Presence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence
         try:
-            with model.join(divide_by_initial_world_size=True):
+            with model.join(divide_by_initial_world_size=True), told_to_others(self.communicator):
                 yield
                 presence.here = 0
         finally:

@@ -10,7 +10,8 @@ tensors between GPUs: auto, windows or messages, as for `Communicator`.
 With TOPOPLAN_ON_FAILURE=shrink the default group goes on without a rank that dies, where torch sees no GPU:
 what runs by plan is repeated among the ranks that are left (`Communicator`), and beneath it they make a new group of
 gloo, since torch can take no member out of one. `rank` and `size` change, so that what divides by the number of ranks
-goes on right, as DDP does. Groups of some of its ranks do not go on: torch keeps their ranks by the old numbers.
+goes on right, as DDP does. Groups of some of its ranks do not go on: torch keeps their ranks by the old numbers. No
+process comes in where a rank is gone.
 
 Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
 both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.arrays.torch_arrays import DTYPES
+from collectives.backends.backend import GoesOn
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import PATIENCE, gloo_among, gloo_over
@@ -381,8 +383,10 @@ class PlannedGroup(dist.ProcessGroup):
             else:
                 with ExitStack() as on_error:
                     engine = os.environ.get(ENGINE) or "auto"
-                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine, left=self._go_on)
+                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
+                    if isinstance(backend, GoesOn) and backend.survivors is not None:
+                        backend.survivors.beside = self._go_on
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
                     )

@@ -14,6 +14,7 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
+from collectives.peers.error_rounds import check_all
 from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, Mode, mode_of
 from collectives.training.averaging import average_parameters, averager
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
@@ -27,7 +28,7 @@ from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
-from collectives.training.uneven import Presence
+from collectives.training.uneven import Presence, told_to_others
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ class GradientSynchronizer:
             Neither ``use`` nor ``parameters`` is given, or both; the mode is another than `BSP`; gradients are whole
             numbers, which are not divided by the ranks present.
         BackendError
-            Another rank failed.
+            Another rank failed, or has raised something inside.
         """
         comm = self.communicator
         with self._refusing("joining"):
@@ -322,7 +323,8 @@ class GradientSynchronizer:
             presence = Presence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
         self._exchange.presence = presence
         try:
-            yield
+            with told_to_others(comm):
+                yield
             with self._refusing("leaving join"):
                 self._check_between_steps()
             presence.here = 0
@@ -483,7 +485,7 @@ class GradientSynchronizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on the same rank, bit for bit.
+        """Go on from what `state_dict` gave on the same rank, bit for bit; all ranks must call it.
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
         says what is lost, with counts.
@@ -491,8 +493,38 @@ class GradientSynchronizer:
         Raises
         ------
         UsageError
-            It is of other parameters, other buckets or another rank; nothing has changed.
+            On some rank it is of other parameters, other buckets or another rank: on all, and nothing has changed. Or
+            this rank has come later and has yet to call `grow`.
+        BackendError
+            Another rank failed, or does not call it.
         """
+        if self._comes:
+            raise UsageError("this rank gets what the others have; call grow in place of load_state_dict")
+        check_all(self.communicator.gather_texts, lambda: self._check_state(state))
+        same = self._same()
+        filters = state.get("filters", NOTHING)
+        residuals = {
+            key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
+        }
+        if state["ranks"] != same["ranks"]:
+            self.communicator.restore_sparse_state({})
+            self._averager.restore_filter(NOTHING)
+            lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
+            if self._proximal is not None:
+                lost.append("the anchors of parameters")
+            warn_of_lost(lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}")
+        else:
+            self.communicator.restore_sparse_state(state["residuals"] if self._sparse else {})
+            lost = [self._averager.restore_filter(filters)]
+            if not self._sparse:
+                lost.append(told({"residuals": residuals}, of="bucket"))
+            warn_of_lost(lost, "gradients travel by other settings than when the state was saved")
+            if self._proximal is not None:
+                self._proximal.restore(state["proximal"])
+        self.recorder.step = self._heard = int(state["step"])
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `UsageError` where a state does not fit."""
         self._check_between_steps()
         same, ranks = self._same(), self.communicator.ranks
         for key in ("format", "layout"):
@@ -507,31 +539,11 @@ class GradientSynchronizer:
                 f"the state was saved in another mode than {self.mode}, and says nothing of where parameters were last "
                 "averaged; restore it with the same mode"
             )
-        filters = state.get("filters", NOTHING)
-        residuals = {
-            key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
-        }
-        if state["ranks"] != same["ranks"]:
-            self.communicator.restore_sparse_state({})
-            self._averager.restore_filter(NOTHING)
-            lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
-            if self._proximal is not None:
-                lost.append("the anchors of parameters")
-            warn_of_lost(lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}")
-        elif tuple(state.get("held", ranks)) != tuple(ranks):
+        if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
                 f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "
                 "loads what it saved itself"
             )
-        else:
-            self.communicator.restore_sparse_state(state["residuals"] if self._sparse else {})
-            lost = [self._averager.restore_filter(filters)]
-            if not self._sparse:
-                lost.append(told({"residuals": residuals}, of="bucket"))
-            warn_of_lost(lost, "gradients travel by other settings than when the state was saved")
-            if self._proximal is not None:
-                self._proximal.restore(state["proximal"])
-        self.recorder.step = self._heard = int(state["step"])
 
     def close(self) -> None:
         """Leave the job; closing twice is fine."""

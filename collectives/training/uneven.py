@@ -8,9 +8,11 @@ has the same weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from topoplan.errors import UsageError
+from collectives.communicator.communicator import Communicator
+from topoplan.errors import BackendError, UsageError
 
 DIVISORS = ("present", "all")
 
@@ -75,3 +77,15 @@ class Presence:
     def factor(self) -> float:
         """What an average over all ranks is multiplied by, to be one of those that it is to be divided by."""
         return self._ranks / self.present if self._divide_by == "present" and self.present else 1.0
+
+
+@contextmanager
+def told_to_others(communicator: Communicator | None) -> Iterator[None]:
+    """What this rank alone raises inside `join` the others hear in their next exchange, and do not wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if communicator is not None and not isinstance(error, BackendError):
+            with suppress(BackendError):
+                communicator.refuse(f"inside join: {type(error).__name__}: {error}")
+        raise

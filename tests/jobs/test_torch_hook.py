@@ -111,6 +111,9 @@ def test_the_state_of_another_rank_or_momentum_is_refused_and_of_another_world_t
         assert f"the state is that of rank {1 - rank} of 2, and this is rank {rank} of 2" in refused["rank"]
         assert "the state is of 8 ranks, and this job has 2: residuals of " in refused["ranks"]
         assert "kept with momentum 0.5 and goes on with 0" in refused["momentum"]
+        assert refused["one"].startswith(
+            "the state was kept with" if rank else "rank 1: the state was kept with"
+        )
 
 
 @pytest.fixture(scope="module")

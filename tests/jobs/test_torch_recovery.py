@@ -173,6 +173,28 @@ def test_another_process_comes_in_place_of_a_rank_and_has_what_the_others_have(
     assert "with rank 1, 3 ranks" in told[0]["changes"][1]
 
 
+def test_another_process_comes_over_links_too(tmp_path: Path) -> None:
+    """Which no longer meet as those of the group did that began."""
+    told = lived(Training(3, {1: 3}, momentum=0.5, back=6, links=True), tmp_path)
+    assert told[1]["sizes"] == [3] * 6
+    assert [one["place"] for _, one in sorted(told.items())] == [[rank, 3, 3] for rank in range(3)]
+
+
+def test_the_process_group_lets_nobody_in_and_says_so(tmp_path: Path) -> None:
+    dist.init_process_group("topoplan", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
+        with pytest.raises(
+            UsageError, match=r"cannot let others in: a process group of torch .* takes none in"
+        ):
+            _ = comm.invitation
+        with pytest.raises(UsageError, match="cannot grow: a process group of torch"):
+            comm.grow()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) -> None:
     """Over gloo: buffers that are broadcast, unused parameters; and a hook that was not registered with the model."""
     meeting = f"file://{tmp_path}/meeting"

@@ -54,6 +54,13 @@ def test_torchs_own_join_is_refused_where_averages_would_be_others_than_it_was_a
         assert "write `with state.join(model):` in its place" in one["refused_joins"]["torch's own"]
 
 
+def test_what_one_rank_raises_inside_join_the_others_hear(told: Told) -> None:
+    assert told[0]["raised"] == "no such picture"
+    for one in told[1:]:
+        assert "peer 0" in one["raised"]
+        assert "inside join: ValueError: no such picture" in one["raised"]
+
+
 def test_join_is_for_a_wrapped_model_and_steps_that_wait(told: Told) -> None:
     for one in told:
         assert "a Branches is no DistributedDataParallel" in one["refused_joins"]["no model"]

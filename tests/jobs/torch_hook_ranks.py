@@ -296,6 +296,7 @@ def refused(file: bytes) -> dict[str, str]:
         "rank": {"rank": 1 - dist.get_rank()},
         "ranks": {"ranks": 8},
         "momentum": {"momentum": 0.5},
+        "one": {"momentum": 0.5 * dist.get_rank()},
     }.items():
         try:
             with warnings.catch_warnings():

@@ -372,9 +372,9 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
                 if name == "rank 0 listens nowhere":
                     patch.setattr(members, "_own_address", lambda: "192.0.2.1")  # of no machine (RFC 5737)
             if name == "rank 1 reaches nobody" and rank == 1:
-                patch.setattr(members.LinkedMembers, "_meet", _unreachable)
+                patch.setattr(members.TcpBackend, "_meet", _unreachable)
             if name == "rank 1 reaches rank 0 alone" and rank == 1:
-                patch.setattr(members.LinkedMembers, "_open_meeting", _unreachable)
+                patch.setattr(members.TcpBackend, "_open_meeting", _unreachable)
             if name.startswith("rank 1"):
                 patch.setattr(members, "MEETING_SECONDS", 1.0)
             threads = threading.active_count()

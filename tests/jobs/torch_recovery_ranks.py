@@ -50,6 +50,8 @@ class Training:
         Of the optimiser.
     back : int or None
         The step before which another process comes in place of the rank that was killed.
+    links : bool
+        Whether ranks have no memory that others see, as on several hosts.
     """
 
     size: int
@@ -60,6 +62,7 @@ class Training:
     buffers: bool = False
     momentum: float = 0.0
     back: int | None = None
+    links: bool = False
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -191,6 +194,8 @@ def work(me: int, port: int, what: Training, door: Path, reports: Connection, *,
     """The life of a rank."""
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if what.links:
+        del os.memfd_create
     if what.group == "topoplan":
         os.environ["TOPOPLAN_ON_FAILURE"] = "shrink"
     meeting = f"tcp://127.0.0.1:{port}"

@@ -132,6 +132,25 @@ def refused_joins() -> dict[str, str]:
     return found
 
 
+def raised() -> str:
+    """What is said where the first rank raises something inside join, and the others have data."""
+    rank, group = dist.get_rank(), dist.new_group()
+    state = HookState(plan(), group=group, timeout=20)
+    ddp = wrapped(model(), state, process_group=group)
+    try:
+        with state.join(ddp):
+            trained(ddp, steps=range(2))
+            if rank == 0:
+                ddp(batch(2)[0], "all")
+                raise ValueError("no such picture")
+            trained(ddp, steps=range(2, 4))
+    except (ValueError, BackendError) as error:
+        said = str(error)
+    state.close()
+    dist.barrier()
+    return said
+
+
 def loops() -> dict[str, Any]:
     """A loop without DDP, whose ranks have unequally many batches."""
     found: dict[str, Any] = {}
@@ -319,7 +338,7 @@ def conserved() -> dict[str, float]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    stages = (uneven, loops, beside, conserved, restored, refused_joins)
+    stages = (uneven, loops, beside, conserved, restored, refused_joins, raised)
     found = {stage.__name__: stage() for stage in stages}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

@@ -93,6 +93,8 @@ class SharedBackend(OneRank):
     goes_on = True
     """Whether ranks that are left may go on; a back end within another job leaves that to it."""
     survivors: Survivors | None
+    then: list[Callable[[], None]]
+    """Called when it is closed, also where its ranks have gone on."""
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class SharedBackend(OneRank):
         self._scratch = Scratch()
         self._runner = Runner(self._control, self._world.watch, placement)
         self.survivors = None
+        self.then = []
         self._closed = False
 
     @classmethod
@@ -190,12 +193,12 @@ class SharedBackend(OneRank):
     @property
     def about(self) -> dict[str, Any]:
         """See `GoesOn.about`."""
-        return {}
+        return {"arrays": self.arrays.name}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`; they share new memory."""
         self._leave()
-        return SharedBackend(
+        made = SharedBackend(
             gather,
             rank=rank,
             size=size,
@@ -203,6 +206,8 @@ class SharedBackend(OneRank):
             arrays=self.arrays,
             survivors=self.survivors,
         )
+        made.then = self.then
+        return made
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
@@ -222,6 +227,8 @@ class SharedBackend(OneRank):
         self._leave()
         if self.survivors is not None:
             self.survivors.close()
+        while self.then:
+            self.then.pop(0)()
 
     def _leave(self) -> None:
         """Leave the other ranks, and the memory that is shared with them."""

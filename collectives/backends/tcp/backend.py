@@ -286,7 +286,8 @@ class TcpBackend(OneRank):
     def about(self) -> dict[str, Any]:
         """See `GoesOn.about`."""
         wires = listed(self._all_wires)
-        return {"pace": self._pace, "flight_bytes": self._flight_bytes, "wires": wires}
+        about = {"pace": self._pace, "flight_bytes": self._flight_bytes, "wires": wires}
+        return {**about, "arrays": self.arrays.name}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         """See `GoesOn.go_on`; the lowest rank hosts where they meet."""
@@ -299,8 +300,7 @@ class TcpBackend(OneRank):
             size=size,
             survivors=survivors,
             timeout=self._timeout,
-            arrays=self.arrays,
-            **self.about,
+            **{**self.about, "arrays": self.arrays},
         )
 
     def follow(self) -> Signature | None:

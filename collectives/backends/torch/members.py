@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,126 +34,10 @@ from collectives.peers.address import address_of_interface
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 MEETING_SECONDS = 5.0
 """How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
-
-
-Left = Callable[[Gather, int, int, str], None]
-"""Told when ranks go on, before they exchange anything: a gathering over them, the new rank and size, and the address
-of this machine at which the others reach it."""
-
-
-def nobody_else(gather: Gather, rank: int, size: int, local: str) -> None:
-    """Nobody else needs to know."""
-
-
-class SharedMembers(SharedBackend):
-    """`SharedBackend` of the ranks of a process group; closes what they have met over, too.
-
-    Parameters
-    ----------
-    gather : callable
-    rank, size : int
-    timeout : float
-    closes : callable
-        Called when this is closed.
-    left : callable
-    survivors : Survivors, optional
-        As `SharedBackend`.
-    """
-
-    def __init__(
-        self,
-        gather: Gather,
-        *,
-        rank: int,
-        size: int,
-        timeout: float,
-        closes: Callable[[], None],
-        left: Left = nobody_else,
-        survivors: Survivors | None = None,
-    ) -> None:
-        super().__init__(
-            gather, rank=rank, size=size, timeout=timeout, arrays=torch_arrays(), survivors=survivors
-        )
-        self._closes, self._left = closes, left
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """See `GoesOn.about`."""
-        return {"arrays": "torch"}
-
-    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`."""
-        assert self.survivors is not None, "looked at before"
-        self._leave()
-        self._left(gather, rank, size, self.survivors.local)
-        return SharedMembers(
-            gather,
-            rank=rank,
-            size=size,
-            timeout=self._timeout,
-            closes=self._closes,
-            left=self._left,
-            survivors=self.survivors,
-        )
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        super().close()
-        self._closes()
-
-
-class LinkedMembers(TcpBackend):
-    """`TcpBackend` of the ranks of a process group.
-
-    Parameters
-    ----------
-    rank, size : int
-    rendezvous : str
-    timeout : float
-    about
-        As `TcpBackend`.
-
-    Attributes
-    ----------
-    left : callable
-
-    Raises
-    ------
-    BackendError
-        The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
-    """
-
-    left: Left
-
-    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float, **about: Any) -> None:
-        limit = min(timeout / 2, MEETING_SECONDS)
-        about = {"arrays": torch_arrays(), **about}
-        super().__init__(rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, **about)
-        self.left = nobody_else
-        self.reach_others(limit)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """See `GoesOn.about`."""
-        return {**super().about, "arrays": "torch"}
-
-    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`."""
-        assert self.survivors is not None, "looked at before"
-        self._leave()
-        self.left(gather, rank, size, self.survivors.local)
-        about = {**self.about, "arrays": self.arrays}
-        made = LinkedMembers.among(
-            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout, **about
-        )
-        assert isinstance(made, LinkedMembers), "a method of its class"
-        made.left = self.left
-        return made
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
@@ -169,7 +54,7 @@ def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> B
     try:
         kinds = agreed_engine(members.gather, engine, exact, [device.type for device in devices])
         if kinds == {"cpu"}:
-            found: Backend[Any] | None = by_memory_or_links(members, closes=messages.close)
+            found: Backend[Any] | None = by_memory_or_links(members, messages.close)
         else:
             found, messages.about_engine = by_windows(members, devices, messages, engine=engine, exact=exact)
     except BaseException:
@@ -186,7 +71,6 @@ def backend_of(
     shared: bool = True,
     engine: str = "auto",
     exact: bool = True,
-    left: Left = nobody_else,
 ) -> Backend[Any]:
     """The back end of a group's ranks.
 
@@ -204,8 +88,6 @@ def backend_of(
         For tensors on GPUs: "windows", "messages", or "auto" for the first that all ranks have.
     exact : bool
         Whether sums of windows must have the plan's bits.
-    left : callable
-        Called where ranks go on when others are gone; they do where all tensors are on the CPU.
 
     Raises
     ------
@@ -217,7 +99,7 @@ def backend_of(
     members = Members(gather, dist.get_rank(group), dist.get_world_size(group), timeout)
     found: Backend[Any] | None = None
     if kinds == {"cpu"}:
-        found = by_memory_or_links(members, left=left) if shared else None
+        found = by_memory_or_links(members) if shared else None
         if found is not None:
             return found
         told = TorchBackend(group, timeout=timeout)
@@ -287,31 +169,48 @@ def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str
     return kinds
 
 
-def by_memory_or_links(
-    members: Members, *, closes: Callable[[], None] = lambda: None, left: Left = nobody_else
-) -> Backend[Any] | None:
+def by_memory_or_links(members: Members, *closes: Callable[[], None]) -> Backend[Any] | None:
     """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
 
     Parameters
     ----------
     members : Members
         All of them must call this.
-    closes : callable
+    *closes : callable
         Called when it is closed.
-    left : callable
     """
-    rank, size, timeout = members.rank, members.size, members.timeout
     try:
-        return SharedMembers(members.gather, rank=rank, size=size, timeout=timeout, closes=closes, left=left)
-    except UsageError:
-        pass  # on all ranks: they are on several hosts, or do not see each other
-    compile_ahead()  # before anybody waits for this rank
-    made = _met(
-        members, lambda address: LinkedMembers(rank, size, rendezvous=address, timeout=timeout), closes
+        made = SharedBackend(
+            members.gather,
+            rank=members.rank,
+            size=members.size,
+            timeout=members.timeout,
+            arrays=torch_arrays(),
+        )
+    except UsageError:  # on all ranks: they are on several hosts, or do not see each other
+        compile_ahead()  # before anybody waits for this rank
+        linked = _met(members, partial(_linked, members), *closes)
+        return None if isinstance(linked, str) else linked
+    made.then = [*closes]
+    return made
+
+
+def _linked(members: Members, address: str) -> TcpBackend:
+    """The tcp back end of a rank; all of them reach each other within `MEETING_SECONDS`, or half the timeout."""
+    limit = min(members.timeout / 2, MEETING_SECONDS)
+    made = TcpBackend(
+        members.rank,
+        members.size,
+        rendezvous=address,
+        timeout=members.timeout,
+        meeting_timeout=limit,
+        arrays=torch_arrays(),
     )
-    if isinstance(made, str):
-        return None
-    made.left = left
+    try:
+        made.reach_others(limit)
+    except BaseException:
+        made.close()
+        raise
     return made
 
 
@@ -392,7 +291,7 @@ def open_kernels(
     return made
 
 
-Met = TypeVar("Met", LinkedMembers, WindowMembers)
+Met = TypeVar("Met", TcpBackend, WindowMembers)
 
 
 def _met(members: Members, make: Callable[[str], Met], *closes: Callable[[], None]) -> Met | str:
@@ -423,7 +322,7 @@ def _met(members: Members, make: Callable[[str], Met], *closes: Callable[[], Non
     return faults[0]
 
 
-def _close(*opened: LinkedMembers | WindowMembers | Rendezvous | None) -> None:
+def _close(*opened: TcpBackend | WindowMembers | Rendezvous | None) -> None:
     for one in opened:
         if one is not None:
             one.close()

@@ -21,10 +21,12 @@ import topoplan
 from collectives import GradientSynchronizer, LocalSGD
 from collectives.backends.loopback.backend import Loopback
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
+from collectives.backends.tcp.backend import TcpBackend
 from collectives.training.buckets import Gradient, buckets_of
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
+from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import UsageError
 
 Arrays = list[list[NDArray[Any]]]
@@ -414,3 +416,21 @@ def test_the_public_name_is_loaded_when_it_is_asked_for() -> None:
         "sys.exit(any(early) or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_state_that_one_rank_cannot_load_is_loaded_by_none() -> None:
+    def body(backend: TcpBackend, rank: int) -> tuple[str, int, list[float]]:
+        with GradientSynchronizer(
+            [np.zeros(3)], forest_plan(2, "allreduce", "chain"), backend=backend
+        ) as own:
+            own.step([np.ones(3)])
+            state = own.state_dict()
+            own.step([np.ones(3)])
+            with pytest.raises(UsageError) as refused:
+                own.load_state_dict({**state, "held": [rank - rank % 2]})
+            return str(refused.value), own.recorder.step, own.step([np.ones(3)])[0].tolist()
+
+    text = (
+        "the state is that of ranks [0], and this process has [1]; every process loads what it saved itself"
+    )
+    assert backends_in_threads(2, body) == [(told, 2, [1.0] * 3) for told in (f"rank 1: {text}", text)]

@@ -9,9 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import GradientSynchronizer
+from collectives.backends.tcp.backend import TcpBackend
 from collectives.training.uneven import Presence
 from tests.support.hand_plans import forest_plan
-from topoplan.errors import UsageError
+from tests.support.tcp_jobs import backends_in_threads
+from topoplan.errors import BackendError, UsageError
 
 RANKS = 4
 BATCHES = (2, 5, 0, 3)
@@ -132,3 +134,27 @@ def test_ranks_are_asked_once_a_step() -> None:
     assert [presence.ask(step) for step in (0, 0, 1, 1, 1)] == [2] * 5
     presence.here = 0
     assert (presence.ask(2), presence.factor, asked) == (1, 4.0, [1, 1, 0])
+
+
+def test_what_one_rank_raises_inside_join_the_others_hear() -> None:
+    """Those that have data, and those that have none any more."""
+
+    def body(backend: TcpBackend, rank: int) -> str:
+        with GradientSynchronizer(
+            [np.zeros(3)], forest_plan(3, "allreduce", "chain"), backend=backend
+        ) as own:
+            try:
+                with own.join(use=list):
+                    for step in range(3 * rank):
+                        if (rank, step) == (1, 2):
+                            raise ValueError("no such picture")
+                        own.step([np.ones(3)])
+            except (ValueError, BackendError) as error:
+                return str(error)
+        return "all is well"
+
+    first, second, third = backends_in_threads(3, body)
+    assert second == "no such picture"
+    for heard in (first, third):
+        assert "inside join: ValueError: no such picture" in heard
+        assert "peer 1" in heard
