@@ -91,7 +91,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
 def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
     """Capacities as whole numbers, and the number of them that make one GB/s."""
     scale = lcm(*(c.denominator for c in fabric.capacity))
-    return [int(c * scale) for c in fabric.capacity], scale
+    return [c.numerator * (scale // c.denominator) for c in fabric.capacity], scale
 
 
 def _arcs(fabric: Fabric, capacity: Sequence[int], forward: bool) -> list[tuple[int, int, int]]:

@@ -106,13 +106,14 @@ class Generation:
                 found = self.pricing.cheapest(lengths, effort)
                 if len({packing.owner_row(tree) for tree in found.values()}) < max(1, packing.owner_rows):
                     return False
-                if hopeless is not None and prices is not None and self._proved(lengths, found) < hopeless:
+                priced = [(tree, length_of(tree, lengths)) for _, tree in sorted(found.items())]
+                if hopeless is not None and prices is not None and self._proved(lengths, priced) < hopeless:
                     return False
                 fresh = self.add(
                     [
                         tree
-                        for _, tree in sorted(found.items())
-                        if prices is None or length_of(tree, lengths) < prices[packing.owner_row(tree)]
+                        for tree, length in priced
+                        if prices is None or length < prices[packing.owner_row(tree)]
                     ]
                 )
                 if fresh:
@@ -137,12 +138,12 @@ class Generation:
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
 
-    def _proved(self, lengths: list[int], found: dict[int, TreeColumn]) -> Fraction:
+    def _proved(self, lengths: list[int], priced: list[tuple[TreeColumn, int]]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))
         cheapest: dict[int, int] = {}
-        for tree in found.values():
-            row, length = self.packing.owner_row(tree), length_of(tree, lengths)
+        for tree, length in priced:
+            row = self.packing.owner_row(tree)
             cheapest[row] = min(length, cheapest.get(row, length))
         parts = self.packing.owner_parts if self.packing.shared else [1]
         forest = Fraction(sum(n * cheapest[row] for row, n in enumerate(parts))) / self.packing.rate_of_one

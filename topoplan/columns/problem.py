@@ -24,7 +24,7 @@ from math import gcd, lcm
 import numpy as np
 
 from topoplan.bounds.cuts_and_partitions import whole_capacities
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.build import stage_order
 from topoplan.plans.certificates import Lengths
 from topoplan.plans.loads import stage_links
@@ -195,19 +195,20 @@ class Packing:
         self, parents: Iterable[tuple[int, Sequence[int], Sequence[int]]], routes: Routes
     ) -> list[TreeColumn]:
         """Columns: of each the root, and the parents of every rank in both trees, -1 for the root."""
-        made = [TreeColumn(root, tuple(up), tuple(down), (), routes) for root, up, down in parents]
+        made = [(root, tuple(up), tuple(down)) for root, up, down in parents]
         if self.fabric.in_network:
-            return [replace(tree, usage=self._merged_usage(tree)) for tree in made]
+            bare = [TreeColumn(*tree, (), routes) for tree in made]
+            return [replace(tree, usage=self._merged_usage(tree)) for tree in bare]
         usage = np.zeros((len(made), len(self.limits)), dtype=np.int64)
-        rising = () if self.folded else [tree.up for tree in made]
-        for columns, above_first in ((rising, False), ([tree.down for tree in made], True)):
+        rising = () if self.folded else [up for _, up, _ in made]
+        for columns, above_first in ((rising, False), ([down for _, _, down in made], True)):
             if columns and columns[0]:
                 parent = np.array(columns, dtype=np.int64)
                 number, child = np.nonzero(parent >= 0)
                 above = parent[number, child]
                 tails, heads = (above, child) if above_first else (child, above)
                 usage += routes.usage(tails, heads, number, len(made))
-        return [replace(tree, usage=tuple(row)) for tree, row in zip(made, usage.tolist(), strict=True)]
+        return [TreeColumn(*tree, tuple(row), routes) for tree, row in zip(made, usage.tolist(), strict=True)]
 
     def _merged_usage(self, tree: TreeColumn) -> tuple[int, ...]:
         """As `_usage`, where switches that copy or add let routes share links."""
@@ -238,12 +239,11 @@ class Packing:
         for tree, weight in weights.items():
             totals[self.owner(tree)] = totals.get(self.owner(tree), Fraction(0)) + weight
         count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
-        return {
-            tree: weight
-            / totals[self.owner(tree)]
-            * Fraction(count[tree.root] if self.shared else 1, self.owners)
-            for tree, weight in weights.items()
+        part = {
+            owner: Fraction(count[owner] if self.shared else 1, self.owners) / total
+            for owner, total in totals.items()
         }
+        return {tree: weight * part[self.owner(tree)] for tree, weight in weights.items()}
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
         """The shards of a plan without symmetries: in the order of owners, then largest first."""
@@ -254,14 +254,12 @@ class Packing:
 
     def images(self, weights: Mapping[TreeColumn, Fraction]) -> ImageShards:
         """The shards of a plan: every tree with all its images, largest shares first among those of one root."""
-        templates = [Shard(share, self._stages(tree)) for tree, share in self._parts(weights).items()]
-        made = ImageShards(self.fabric.nodes, self.fabric.size, self.generators, tuple(templates))
-        divided = [
-            Shard(shard.share / count, shard.stages)
-            for shard, count in zip(made.templates, made.counts, strict=True)
+        templates = [
+            Shard(share / self.image_count(tree), self._stages(tree))
+            for tree, share in self._parts(weights).items()
         ]
-        divided.sort(key=lambda shard: (shard.stages[0].root, -shard.share))
-        return replace(made, templates=tuple(divided))
+        templates.sort(key=lambda shard: (shard.stages[0].root, -shard.share))
+        return ImageShards(self.fabric.nodes, self.fabric.size, self.generators, tuple(templates))
 
     def forest(self, weights: Mapping[TreeColumn, Fraction]) -> Sequence[Shard]:
         """`images`, written out where they are few."""
@@ -271,8 +269,11 @@ class Packing:
         )
         return images if edges > MOST_EDGES else tuple(images)
 
+    @cached_property
+    def _arcs(self) -> dict[tuple[int, ...], Arc]:
+        return {}
+
     def _stages(self, tree: TreeColumn) -> tuple[Stage, ...]:
-        fabric = self.fabric
         stages = []
         for op in stage_order(self.collective):
             edges = []
@@ -281,9 +282,9 @@ class Packing:
                     continue
                 tail, head = (parent, child) if op == "broadcast" else (child, parent)
                 links = tree.routes.route(tail, head)
-                route = (fabric.ranks[tail], *(fabric.links[number].dst for number in links))
-                channel = fabric.channel_of(links)
-                edges.append(Edge(parent, child, route if op == "broadcast" else route[::-1], channel))
+                arc = self._arcs.get(links) or self._arcs.setdefault(links, self.fabric.arc(links))
+                route = arc.route if op == "broadcast" else arc.route[::-1]
+                edges.append(Edge(parent, child, route, arc.channel))
             stages.append(Stage(op, tree.root, Stage(op, tree.root, tuple(edges)).top_down()))
         return tuple(stages)
 

@@ -148,7 +148,7 @@ class Fabric:
         nvlink = Fabric(self.topology, ("nvlink",))
         return frozenset((arc.tail, arc.head) for arc in nvlink.arcs)
 
-    @property
+    @cached_property
     def edge_channels(self) -> tuple[str, ...]:
         """What an edge may say that it crosses."""
         return ("nvlink", "pcie", *self.channels) if self.union else self.channels

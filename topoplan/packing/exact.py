@@ -226,7 +226,8 @@ def first_low(generator: Generation, target: Fraction) -> Generation | None:
     low trees are enough.
     """
     pool: list[TreeColumn] = []
-    for height in range(_lowest_height(generator.packing), _lowest_height(generator.packing) + FIRST_HEIGHTS):
+    lowest_of_all = _lowest_height(generator.packing)
+    for height in range(lowest_of_all, lowest_of_all + FIRST_HEIGHTS):
         limited = Generation(
             replace(generator.pricing, height=height),
             progress=generator.progress,

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -158,10 +159,14 @@ def link_loads(
                 crossed_by.update(stage_links(part(stage) if part else stage, fabric))
             except PlanError as error:
                 raise error.within(index, position) from None
-    load = [Fraction(0)] * len(fabric.links)
+    unit = lcm(*(weight.denominator for weight in crossings))
+    whole = [0] * len(fabric.links)
     for weight, times in crossings.items():
+        units = weight.numerator * (unit // weight.denominator)
         for number, time in times.items():
-            load[number] += weight * time
+            whole[number] += units * time
+    exact = {amount: Fraction(amount, unit) for amount in set(whole)}
+    load = [exact[amount] for amount in whole]
     return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
 
 

@@ -61,12 +61,16 @@ class PackingSimplex:
         )
         self._table_peak: int | None = None
         self._denominator = 1
-        self._basis = [-1 - row for row in range(rows)]
-        self._columns: NDArray[np.int64] = np.zeros((rows, 0), dtype=np.int64)
-        self._costs: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._basis: NDArray[np.int64] = -1 - np.arange(rows)
+        # Below a row of zeros, for the values among the columns of the table.
+        self._columns: NDArray[np.int64] = np.zeros((1 + rows, 0), dtype=np.int64)
+        # Of the columns, and zeros for the slacks, which the basis counts from the end.
+        self._costs: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self._allowed: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._closed: NDArray[np.bool_] = np.zeros(rows, dtype=bool)
+        self._weights: list[int] = []
         self._heaviest = 0
+        self._dearest = 0
         self.pivots = 0
         self.work = 0
 
@@ -83,54 +87,60 @@ class PackingSimplex:
     @property
     def basis(self) -> tuple[int, ...]:
         """The basic columns, and -1 - row for the slack of a row."""
-        return tuple(self._basis)
+        return tuple(self._basis.tolist())
 
     def add(self, columns: Sequence[Sequence[int]], costs: Sequence[int]) -> None:
         """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:
-            block = np.array(columns, dtype=np.int64).T
-            self._heaviest = max(self._heaviest, int(np.abs(block).sum(axis=0).max()))
+            block = np.array([[0, *column] for column in columns], dtype=np.int64).T
+            self._weights += np.abs(block).sum(axis=0).tolist()
+            self._heaviest = max(self._weights)
+            self._price(np.concatenate([self._costs[: self.columns], np.array(costs, dtype=np.int64)]))
             self._columns = np.hstack([self._columns, block])
-            self._costs = np.concatenate([self._costs, np.array(costs, dtype=np.int64)])
             self._allowed = np.concatenate([self._allowed, np.ones(len(columns), dtype=bool)])
 
     @property
     def value(self) -> Fraction:
         """Objective of the current basic solution."""
-        total = sum(int(self._table[i, 0]) * int(self._costs[j]) for i, j in enumerate(self._basis) if j >= 0)
-        return Fraction(total, self._denominator)
+        return Fraction(int(self._objective()[0]), self._denominator)
 
     def solution(self) -> dict[int, Fraction]:
         """Value of each column that is above zero, by column number."""
-        return {
-            j: Fraction(int(self._table[i, 0]), self._denominator)
-            for i, j in sorted(enumerate(self._basis), key=lambda pair: pair[1])
-            if j >= 0 and self._table[i, 0] > 0
-        }
+        amounts = zip(self._basis.tolist(), self._table[:, 0].tolist(), strict=True)
+        return {j: Fraction(a, self._denominator) for j, a in sorted(amounts) if j >= 0 and a > 0}
 
     def duals(self) -> tuple[list[int], int]:
         """Dual value of each row as whole numbers, and their common denominator."""
-        return [int(value) for value in self._dual_numerators()], self._denominator
+        return self._objective()[1:].tolist(), self._denominator
 
-    def _dual_numerators(self) -> Whole:
-        table = self._table
-        costs = [int(self._costs[j]) if j >= 0 else 0 for j in self._basis]
-        if table.dtype != object and self._peak() * sum(map(abs, costs)) < _SAFE:
-            return np.asarray(np.array(costs, dtype=np.int64) @ table[:, 1:])
-        return np.asarray(np.array(costs, dtype=object) @ table[:, 1:].astype(object))
+    def _price(self, costs: NDArray[np.int64]) -> None:
+        """Take other objective coefficients."""
+        self._costs = np.concatenate([costs, np.zeros(self.rows, dtype=np.int64)])
+        self._dearest = _largest(self._costs)
 
-    def _reduced_costs(self, duals: Whole) -> Whole:
-        """Gain of every column per unit, over the common denominator."""
-        largest = _largest(duals) * self._heaviest + _largest(self._costs) * self._denominator
-        if duals.dtype != object and largest < _SAFE:
-            return np.asarray(self._costs * self._denominator - duals @ self._columns)
-        costs = self._costs.astype(object) * self._denominator
-        return np.asarray(costs - duals.astype(object) @ self._columns.astype(object))
+    def _objective(self) -> Whole:
+        """The row of the objective: its value, and the dual values, over the common denominator."""
+        table, costs = self._table, self._costs[self._basis]
+        if table.dtype != object and self._peak() * self._dearest * self.rows < _SAFE:
+            return np.asarray(costs.dot(table))
+        return np.asarray(costs.astype(object).dot(table.astype(object)))
+
+    def _gains(self, objective: Whole) -> Whole:
+        """Reduced cost of every column, over the common denominator."""
+        costs, columns = self._costs[: self.columns], self._columns
+        largest = _largest(objective[1:]) * self._heaviest + self._dearest * self._denominator
+        if objective.dtype == object or largest >= _SAFE:
+            costs, columns, objective = (array.astype(object) for array in (costs, columns, objective))
+        return np.asarray(costs * self._denominator - objective.dot(columns))
 
     def optimise(self, *, target: Fraction | None = None) -> None:
         """Pivot until no known column improves the objective, or until the objective reaches ``target``."""
-        while target is None or self.value < target:
-            entering = self._entering()
+        while True:
+            objective = self._objective()
+            value = int(objective[0])
+            if target is not None and value * target.denominator >= target.numerator * self._denominator:
+                return
+            entering = self._entering(objective)
             if entering is None:
                 return
             self._pivot(entering)
@@ -170,27 +180,27 @@ class PackingSimplex:
     def keep_optimal(self) -> None:
         """From now on stay on the face of optimal solutions: forbid what would lower the objective."""
         self.optimise()
-        duals = self._dual_numerators()
-        self._allowed = self._allowed & (self._reduced_costs(duals) == 0)
-        self._closed = self._closed | (duals > 0)
+        objective = self._objective()
+        self._allowed = self._allowed & (self._gains(objective) == 0)
+        self._closed = self._closed | (objective[1:] > 0)
 
     def prefer(self, weights: NDArray[np.int64]) -> None:
         """Move on the face to a solution of largest ``weights`` x, without giving up the first objective."""
-        first, self._costs = self._costs, weights
+        first = self._costs[: self.columns]
+        self._price(weights)
         self.optimise()
-        self._costs = first
+        self._price(first)
 
-    def _entering(self) -> int | None:
+    def _entering(self, objective: Whole) -> int | None:
         """The column (or slack, as -1 - row) of largest reduced cost, if one is above zero."""
-        duals = self._dual_numerators()
-        reduced = np.where(self._allowed, self._reduced_costs(duals), 0)
+        gains = np.where(self._allowed, self._gains(objective), 0)
         best, gain = None, 0
-        if reduced.size:
-            candidate = int(np.argmax(reduced))
-            if reduced[candidate] > 0:
-                best, gain = candidate, int(reduced[candidate])
-        open_duals = np.where(self._closed, 0, duals)
-        row = int(np.argmin(open_duals))
+        if gains.size:
+            candidate = int(gains.argmax())
+            if gains[candidate] > 0:
+                best, gain = candidate, int(gains[candidate])
+        open_duals = np.where(self._closed, 0, objective[1:])
+        row = int(open_duals.argmin())
         return -1 - row if -int(open_duals[row]) > gain else best
 
     def _peak(self) -> int:
@@ -205,9 +215,9 @@ class PackingSimplex:
         if number < 0:
             return table[:, -number].copy()
         column = self._columns[:, number]
-        if table.dtype == object or self._peak() * int(np.abs(column).sum()) >= _SAFE:
-            return _fitting((table[:, 1:].astype(object) @ column.astype(object)).tolist())
-        return table[:, 1:] @ column
+        if table.dtype == object or self._peak() * self._weights[number] >= _SAFE:
+            return _fitting(table.astype(object).dot(column.astype(object)).tolist())
+        return np.asarray(table.dot(column))
 
     def _pivot(self, entering: int) -> None:
         column = self._column(entering)
@@ -219,7 +229,8 @@ class PackingSimplex:
             table = table.astype(object)
         if table.dtype == object:
             column = column.astype(object)
-        fresh = (table * pivot - np.outer(column, table[row])) // self._denominator
+        fresh = table * pivot - column[:, None] * table[row]
+        fresh //= self._denominator
         fresh[row] = table[row]
         self._table = fresh
         self._table_peak = None
@@ -232,23 +243,22 @@ class PackingSimplex:
 
     def _leaving(self, column: Whole) -> int | None:
         """The row of the lexicographically smallest ratio among rows where the column is above zero."""
-        rows = [int(i) for i in np.flatnonzero(column > 0)]
-        if not rows:
-            return None
-        table = self._table
-        for k in range(table.shape[1]):
+        divisors = column.tolist()
+        rows = [i for i, b in enumerate(divisors) if b > 0]
+        for entries in self._table.T if len(rows) > 1 else ():
+            numerators = entries.tolist()
             best: list[int] = []
             numerator, divisor = 0, 0
             for i in rows:
-                a, b = int(table[i, k]), int(column[i])
+                a, b = numerators[i], divisors[i]
                 if not best or a * divisor < numerator * b:
                     best, numerator, divisor = [i], a, b
                 elif a * divisor == numerator * b:
                     best.append(i)
-            if len(best) == 1:
-                return best[0]
             rows = best
-        return rows[0]
+            if len(rows) == 1:
+                break
+        return rows[0] if rows else None
 
 
 def _fitting(values: list[list[int]] | list[int]) -> Whole:

@@ -46,103 +46,117 @@ class HopLimitedTrees:
     """
 
     def __init__(self, cost: NDArray[np.int64], height: int) -> None:
-        self._cost = cost
         size = cost.shape[0]
-        level = _empty_level(size)
-        # Trees are read from the tables entry by entry, which lists answer faster.
-        self._below: list[list[list[int]]] = [level.tolist()]
-        self._hung: list[list[list[int]]] = [[]]
-        for _ in range(height):
+        self._cost: list[list[int]] = cost.tolist()
+        level, hung = _stars(cost)
+        # Few entries are read one by one, which a view answers without making numbers of all others.
+        self._below: list[memoryview[int]] = [level.data]
+        self._hung: list[memoryview[int]] = [hung.data]
+        for _ in range(1, height):
             previous = level
             level, hung = _next_level(cost, previous)
-            self._below.append(level.tolist())
-            self._hung.append(hung.tolist())
+            self._below.append(level.data)
+            self._hung.append(hung.data)
             if np.array_equal(level, previous):
                 break
         everything = (1 << size) - 1
         roots = np.arange(size)
-        self.costs: NDArray[np.int64] = level[roots, everything ^ (1 << roots)]
+        self.costs: NDArray[np.int64] = level[everything ^ (1 << roots), roots]
 
     def tree(self, root: int) -> tuple[tuple[int, int], ...]:
         """Edges (parent, child) of a cheapest tree from ``root``, in ascending order."""
-        everything = (1 << self._cost.shape[0]) - 1
-        edges: list[tuple[int, int]] = []
-        pending = [(root, everything ^ (1 << root), len(self._below) - 1)]
-        while pending:
-            v, rest, h = pending.pop()
-            while rest:
-                block, child = self._first_block(v, rest, h)
-                edges.append((v, child))
-                pending.append((child, block ^ (1 << child), h - 1))
-                rest ^= block
-        return tuple(sorted(edges))
+        return tuple(sorted((up, child) for child, up in enumerate(self.parents(root)) if up >= 0))
 
     def parents(self, root: int) -> list[int]:
         """The same tree as the parent of every rank, -1 for the root."""
-        found = [-1] * self._cost.shape[0]
-        for parent, child in self.tree(root):
-            found[child] = parent
+        found = [-1] * len(self._cost)
+        everything = (1 << len(self._cost)) - 1
+        pending = [(root, everything ^ (1 << root), len(self._below) - 1)]
+        while pending:
+            v, rest, place = pending.pop()
+            while rest:
+                block, child = self._first_block(v, rest, place)
+                found[child] = v
+                rest ^= block
+                if place:
+                    pending.append((child, block ^ (1 << child), place - 1))
         return found
 
-    def _first_block(self, v: int, rest: int, h: int) -> tuple[int, int]:
+    def _first_block(self, v: int, rest: int, place: int) -> tuple[int, int]:
         """The ranks below v that hang with the lowest of ``rest``, and which of them is v's child."""
-        here, hung = self._below[h][v], self._hung[h][v]
         low = rest & -rest
+        if not place:
+            return low, low.bit_length() - 1
+        here, hung, deeper = self._below[place], self._hung[place], self._below[place - 1]
+        wanted = here[rest, v]
         others = rest ^ low
         sub = others
-        while hung[sub | low] + here[others ^ sub] != here[rest]:
+        while hung[sub | low, v] + here[others ^ sub, v] != wanted:
             assert sub, "the table holds the cost of some block"
             sub = (sub - 1) & others
-        block, deeper = sub | low, self._below[h - 1]
-        for child, reach in enumerate(self._cost[v].tolist()):
-            if block >> child & 1 and reach + deeper[child][block ^ (1 << child)] == hung[block]:
+        block = sub | low
+        wanted = hung[block, v]
+        for child, reach in enumerate(self._cost[v]):
+            if block >> child & 1 and reach + deeper[block ^ (1 << child), child] == wanted:
                 return block, child
         raise AssertionError("the table holds the cost of some child")
 
 
-def _empty_level(size: int) -> NDArray[np.int64]:
-    level = np.full((size, 1 << size), UNREACHABLE, dtype=np.int64)
-    level[:, 0] = 0
-    return level
+def _stars(cost: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The table of trees of height 1, a row for each set of ranks, and that of single ranks below a parent."""
+    size = cost.shape[0]
+    hung = np.full((1 << size, size), UNREACHABLE, dtype=np.int64)
+    level = np.zeros_like(hung)
+    for child in range(size):
+        hung[1 << child] = cost[:, child]
+        level[1 << child : 2 << child] = level[: 1 << child] + cost[:, child]
+    return np.minimum(level, UNREACHABLE), np.minimum(hung, UNREACHABLE)
 
 
 def _next_level(
     cost: NDArray[np.int64], below: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The next table of trees, and that of ranks hung below a parent by one edge."""
-    size = cost.shape[0]
-    sets = np.arange(1 << size)
-    hung = np.full((size, 1 << size), UNREACHABLE, dtype=np.int64)
-    for child in range(size):
-        holding = sets[(sets >> child & 1) == 1]
-        options = cost[:, child, None] + below[child, holding ^ (1 << child)][None, :]
-        hung[:, holding] = np.minimum(hung[:, holding], options)
-    level = _empty_level(size)
-    for which, starts, blocks, rests in _subset_pairs(size):
-        level[:, which] = np.minimum.reduceat(hung[:, blocks] + level[:, rests], starts, axis=1)
-        np.minimum(level, UNREACHABLE, out=level)
-    return level, hung
+    """The tables of trees of the next height, and of ranks hung below a parent by one edge."""
+    rests, holds, groups = _subsets(cost.shape[0])
+    hanging = np.where(holds, below.take(rests), UNREACHABLE)
+    by_parent = (cost.T[:, :, None] + hanging[:, None, :]).min(axis=0)
+    hung = np.minimum(by_parent, UNREACHABLE).T.copy()
+    level = np.zeros_like(below)
+    for sets, blocks, others in groups:
+        divided = hung.take(blocks, axis=0)
+        divided += level.take(others, axis=0)
+        level[sets] = np.minimum.reduce(divided)
+    return np.minimum(level, UNREACHABLE, out=level), hung
 
 
 @lru_cache(maxsize=LARGEST + 1)
-def _subset_pairs(
+def _subsets(
     size: int,
-) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
-    """For each number of members: the sets, where each one's run starts, its blocks, and what they leave over."""
-    groups: list[tuple[list[int], list[int], list[int], list[int]]] = [
-        ([], [], [], []) for _ in range(size + 1)
-    ]
-    for members in range(1, 1 << size):
-        which, starts, blocks, rests = groups[members.bit_count()]
-        which.append(members)
-        starts.append(len(blocks))
-        low = members & -members
-        others = members ^ low
-        sub = others
-        while True:
-            blocks.append(sub | low)
-            rests.append(others ^ sub)
-            if not sub:
-                break
-            sub = (sub - 1) & others
-    return tuple((np.array(a), np.array(b), np.array(c), np.array(d)) for a, b, c, d in groups[1:])
+) -> tuple[
+    NDArray[np.int64],
+    NDArray[np.bool_],
+    list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]],
+]:
+    """Where tables hold the sets of ranks without a member, which sets have it, and how sets are divided.
+
+    Returns
+    -------
+    rests, holds : (size, sets) arrays
+        For each rank c and set A: place of c's row for A - c in a table, and whether A holds c.
+    groups : list of (sets, blocks, others)
+        For each number of members the sets, (count,), and as (ways, count) their blocks with the lowest rank, and what
+        these leave over.
+    """
+    sets, ranks = np.arange(1 << size), np.arange(size)[:, None]
+    holds = (sets >> ranks & 1) == 1
+    rests = (sets & ~(1 << ranks)) * size + ranks
+    groups = []
+    for members in range(1, size + 1):
+        chosen = sets[holds.sum(axis=0) == members]
+        lowest = chosen & -chosen
+        left = [chosen ^ lowest]
+        while left[-1].any():
+            left.append((left[-1] - 1) & left[0])
+        kept = np.stack(left)
+        groups.append((chosen, kept | lowest, kept ^ left[0]))
+    return rests, holds, groups

@@ -216,6 +216,8 @@ class RouteTable:
     def route(self, tail: int, head: int) -> tuple[int, ...]:
         """Links of the route between two ranks, as numbers of the fabric's links."""
         groups = self.orbits
+        if not groups.generators:
+            return tuple(self._links(tail, head))
         fabric = groups.fabric
         first = int(groups.rank_orbit[tail])
         element = groups.elements[groups.mover[tail]]
@@ -226,13 +228,18 @@ class RouteTable:
             )
         )
 
+    @cached_property
+    def _last_links(self) -> dict[int, list[int]]:
+        """From each first rank, the link that leads to every node."""
+        return dict(zip(self.orbits.first_ranks, self._routes[1].tolist(), strict=True))
+
     def _links(self, first: int, rank: int) -> Sequence[int]:
         """Links of the route from a first rank to a rank."""
-        via = self._routes[1][int(np.searchsorted(self.orbits.first_ranks, first))]
+        via = self._last_links[first]
         path: list[int] = []
         node = rank
         while via[node] >= 0:
-            path.append(int(via[node]))
+            path.append(via[node])
             node = self.orbits.fabric.ends[path[-1]][0]
         return path[::-1]
 

@@ -234,7 +234,7 @@ class Lengths(OneFabric):
             )
         length = self.link_lengths(fabric, collective)
         scale = lcm(*(value.denominator for value in length))
-        whole = [int(value * scale) for value in length]
+        whole = [value.numerator * (scale // value.denominator) for value in length]
         _check_switches(fabric, whole, collective)
         return forest_length(fabric, whole, collective, root) / scale
 
