@@ -29,8 +29,8 @@ hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("random", print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
-collect_ignore_glob = ["jobs/*_ranks.py"]
-"""Run by the ranks of jobs: they have no examples, and import what takes seconds."""
+collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]
+"""Commands, and what ranks of jobs run: they have no examples, and import what takes seconds."""
 
 
 def pytest_configure() -> None:

@@ -13,7 +13,6 @@ import argparse
 import collections
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -42,6 +41,7 @@ from collectives.peers.survivors import Survivors
 from tests.faults.mpi import GIVES_UP, shared_names
 from tests.faults.tcp import open_sockets
 from tests.support.checkout import ROOT
+from tests.support.forking import forking
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
@@ -244,8 +244,7 @@ class Job:
 @contextlib.contextmanager
 def forked(plan: Plan, what: Round) -> Iterator[Job]:
     """A job of children of this process; all of them are gone behind it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend", "tests.faults.recovery"])
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(what.size)]
         processes: list[BaseProcess] = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +28,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
+from tests.support.forking import forking
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
@@ -93,8 +93,7 @@ def open_sockets() -> int:
 
 def one_round(plan: Plan, what: Round) -> dict[int, list[dict[str, Any]]]:
     """Start the ranks, hurt one, and collect what each of the others reports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"unix:{folder}/meeting"
         host = None if what.rank_hosts else Rendezvous(meeting, RANKS)

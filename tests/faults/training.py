@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from collectives import Communicator, GradientSynchronizer
 from collectives.chaos.rank import START_SECONDS, backend_at
 from collectives.training.recorder import ChangeRecord
 from tests.faults.recovery import STEP_SECONDS, dies, plan_for
+from tests.support.forking import forking
 from topoplan.plans.plan import Plan
 
 SHAPES = ((60, 40), (3,), (9000,), (150, 300), (40_000,))
@@ -167,8 +167,7 @@ def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection
 
 def trained(what: Training) -> dict[int, dict[str, Any]]:
     """What each rank reports that is there in the end, by its seat; all processes are gone behind it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend", "tests.faults.training"])
+    context = forking()
     running: dict[int, tuple[BaseProcess, Connection]] = {}
     reports: dict[int, dict[str, Any]] = {}
     again: set[int] = set()

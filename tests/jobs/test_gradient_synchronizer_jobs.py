@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from collectives.backends.tcp.backend import TcpBackend
 from collectives.launching.mpiexec import mpiexec_command
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.checkout import ROOT
+from tests.support.forking import forking
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
@@ -160,8 +160,7 @@ def _dies(rank: int, meeting: str, told: Connection) -> None:
 
 
 def test_survivors_of_a_rank_that_is_killed_name_it_and_the_step_and_the_bucket() -> None:
-    started = multiprocessing.get_context("forkserver")
-    started.set_forkserver_preload(["tcp_jobs"])
+    started = forking()
     with Rendezvous("127.0.0.1:0", 3) as meeting:
         pipes = [started.Pipe(duplex=False) for _ in range(3)]
         processes = [

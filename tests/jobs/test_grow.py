@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -26,6 +25,7 @@ from collectives.chaos.rank import backend_at
 from collectives.peers.over_shared_memory import SharedWorld
 from collectives.peers.survivors import Survivors
 from tests.faults.recovery import STEP_SECONDS, plan_for
+from tests.support.forking import forking
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
 
@@ -83,8 +83,7 @@ class Job:
     """The processes of a job, started one by one."""
 
     def __init__(self, size: int, backend: str, folder: Path) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["topoplan", "tests.jobs.test_grow"])
+        self.context = forking()
         self.size, self.folder = size, folder
         self.running: list[tuple[BaseProcess, Connection]] = []
         for rank in range(size):
@@ -296,7 +295,7 @@ def dies_before_its_word_is_read(rank: int, meeting: str, told: Connection) -> N
 
 @pytest.mark.thorough
 def test_a_rank_that_dies_before_its_long_word_is_read_is_a_failure_like_others(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = forking()
     pipes = [context.Pipe(duplex=False) for _ in range(3)]
     processes = [
         context.Process(target=dies_before_its_word_is_read, args=(rank, f"unix:{tmp_path}/m", pipe[1]))

@@ -10,8 +10,6 @@ from tests.support.torch_jobs import Told, told_by_all
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-if not hasattr(pytest.importorskip("torch.distributed.fsdp", reason="no FSDP in this torch"), "fully_shard"):
-    pytest.skip("this release of torch has no fully_shard", allow_module_level=True)
 
 RANKS = 4
 LENGTHS = (3, 0, 5)
@@ -20,6 +18,10 @@ LENGTHS = (3, 0, 5)
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank has found."""
+    if not hasattr(
+        pytest.importorskip("torch.distributed.fsdp", reason="no FSDP in this torch"), "fully_shard"
+    ):
+        pytest.skip("this release of torch has no fully_shard")
     plan = topoplan.plan(topoplan.load("v100x4")).to_json()
     return told_by_all("torch_fsdp_ranks.py", tmp_path_factory.mktemp("fsdp"), ranks=RANKS, plan=plan)
 

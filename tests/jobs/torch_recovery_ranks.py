@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.torch import HookState
+from tests.support.forking import forking
 from tests.support.ports import free_port
 from topoplan.errors import BackendError
 
@@ -215,8 +215,7 @@ def work(me: int, port: int, what: Training, door: Path, reports: Connection, *,
 
 def played(what: Training, folder: Path) -> dict[int, dict[str, Any]]:
     """What each rank reports that is not killed, or has come in place of one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["collectives.torch", "tests.jobs.torch_recovery_ranks"])
+    context = forking()
     port = free_port()
     door = folder / "invitation"
     numbers = [*range(what.size), *(what.killed if what.back is not None else ())]

@@ -19,6 +19,9 @@ from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
 from topoplan.plans.plan import Plan
 
+SECONDS = 60.0
+"""Timeout of ranks that should never need it."""
+
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
@@ -51,7 +54,7 @@ def on_every_rank(
     task: Callable[[Communicator, int], Any],
     *,
     chunk_bytes: int = 256,
-    timeout: float = 10.0,
+    timeout: float = SECONDS,
     on_failure: str = "raise",
     **options: Any,
 ) -> list[Any]:
@@ -79,7 +82,7 @@ def on_every_rank(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(2 * SECONDS)
     return results
 
 

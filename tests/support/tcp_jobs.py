@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from hashlib import sha256
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
+from tests.support.forking import forking
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
@@ -106,8 +106,7 @@ def _work(rank: int, body: Callable[..., Any], results: Any, arguments: tuple[An
 
 def in_processes(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``body(rank, *arguments)`` returns, or raises, in one process for each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
+    context = forking()
     queue = context.SimpleQueue()
     processes = [
         context.Process(target=_work, args=(rank, body, queue, arguments), daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from collectives.backends.open_backend import machine_helpers
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.tcp.backend import TcpBackend
 from tests.support.file_gather import FileGather
+from tests.support.forking import forking
 from tests.support.regular_fabrics import helped_star
 from tests.support.tcp_jobs import backends_in_threads, call, given_to, in_processes, seal
 from topoplan.errors import BackendError, UsageError
@@ -107,7 +107,7 @@ def test_a_server_that_is_killed_between_two_steps_is_survived_with_the_same_bit
     """All ranks name it; without it the keys of the dead server are its replica's, and the sums do not change."""
     before = parameter_server(helped_star(RANKS, 2), placement="hashed", replicas=1)
     after = parameter_server(helped_star(RANKS, 1), placement="hashed")
-    context = multiprocessing.get_context("forkserver")
+    context = forking()
     servers = [
         context.Process(target=serve_twice, args=(place, before, after, str(tmp_path)), daemon=True)
         for place in range(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from topoplan.schedules.one_shot import one_shot, one_shot_along, one_shot_serve
 COUNTS = (0, 1, 17, 1003)
 
 
+@cache
 def plans() -> dict[str, Plan]:
     dgx = topoplan.load("dgx-1v")
     pair = [topoplan.Server(dgx, [0, 1, 2]), topoplan.Server(dgx, [0, 1, 2, 3, 4])]
@@ -41,7 +43,7 @@ def in_order(arrays: list[Any]) -> Any:
     return total
 
 
-@pytest.mark.parametrize("kind", plans())
+@pytest.mark.parametrize("kind", ["pair", "stars", "relayed", "many trees", "servers"])
 def test_sums_are_the_same_bits_on_all_ranks(kind: str) -> None:
     """One exchange adds in the order of ranks; inputs stay as they are, and results may take their places."""
     plan = plans()[kind]
