@@ -38,6 +38,7 @@ from collectives.torch.parameter_residuals import ParameterNumbers
 from collectives.torch.process_group import PlannedGroup
 from collectives.training.averaging import InStepAverager
 from collectives.training.newcomers import giver_among, send
+from collectives.training.uneven import told_to_others
 from topoplan.errors import BackendError, UsageError
 
 Seats = tuple[int, ...]
@@ -304,7 +305,8 @@ class GoingOnExchange(BucketExchange):
                 self._grown = True
 
         def hand_on(giver: int, told: Word) -> None:
-            send(comm, giver, has_it=self._has_it, give=give, take=take)
+            with told_to_others(comm, "growing"):
+                send(comm, giver, has_it=self._has_it, give=give, take=take)
             if not self._has_it:
                 self._steps, self._seats, self._has_it = told.steps, told.seats, True
 

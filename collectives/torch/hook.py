@@ -498,7 +498,10 @@ class HookState:
         presence = Presence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence
         try:
-            with model.join(divide_by_initial_world_size=True), told_to_others(self.communicator):
+            with (
+                model.join(divide_by_initial_world_size=True),
+                told_to_others(self.communicator, "inside join"),
+            ):
                 yield
                 presence.here = 0
         finally:

@@ -323,7 +323,7 @@ class GradientSynchronizer:
             presence = Presence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
         self._exchange.presence = presence
         try:
-            with told_to_others(comm):
+            with told_to_others(comm, "inside join"):
                 yield
             with self._refusing("leaving join"):
                 self._check_between_steps()

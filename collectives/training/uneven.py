@@ -80,12 +80,12 @@ class Presence:
 
 
 @contextmanager
-def told_to_others(communicator: Communicator | None) -> Iterator[None]:
-    """What this rank alone raises inside `join` the others hear in their next exchange, and do not wait for it."""
+def told_to_others(communicator: Communicator | None, when: str) -> Iterator[None]:
+    """What this rank alone raises the others hear in their next exchange, and do not wait for it."""
     try:
         yield
     except Exception as error:
         if communicator is not None and not isinstance(error, BackendError):
             with suppress(BackendError):
-                communicator.refuse(f"inside join: {type(error).__name__}: {error}")
+                communicator.refuse(f"{when}: {type(error).__name__}: {error}")
         raise

@@ -47,7 +47,9 @@ class Job:
         self.changes: list[tuple[Any, ...]] = []
         self.found: list[Any] = []
         self._door: list[str] = []
-        self._opened, self._dead = threading.Event(), threading.Event()
+        self._opened, self._dead, self._over = (threading.Event() for _ in range(3))
+        self.takes: Callable[[], object] = lambda: None
+        self.failures: list[str] = []
         self._does: dict[int, Callable[[Callable[[], list[str]]], list[str]]] = {}
         self._counts = {1: itertools.count(1), 2: itertools.count(1)}
         plain = TcpBackend.gather_texts
@@ -64,17 +66,19 @@ class Job:
         thread = threading.Thread(target=self._newcomer, daemon=True)
         thread.start()
         found = backends_in_threads(4, self._rank)
+        self._over.set()
         thread.join(SECONDS)
         assert self._dead.is_set()
         return [*found[:3], *self.found]
 
     def _newcomer(self) -> None:
         assert self._opened.wait(SECONDS)
-        try:
-            with Communicator.join(self._door[0], seat=self.seat, wait=SECONDS) as comm:
+        with Communicator.join(self._door[0], seat=self.seat, wait=SECONDS) as comm:
+            try:
                 self.found.append(self._grown(self._exchange(comm, has_it=False), self.has))
-        except UsageError as error:
-            self.found.append(str(error))
+            except (UsageError, ZeroDivisionError) as error:
+                self.found.append(str(error))
+                assert self._over.wait(SECONDS)
 
     def _rank(self, backend: TcpBackend, rank: int) -> Any:
         with Communicator(plan_for(4), backend) as comm:
@@ -95,12 +99,20 @@ class Job:
     def _exchange(self, comm: Communicator, *, has_it: bool = True) -> GoingOnExchange:
         averager = InStepAverager(comm, ExchangeSettings(), Recorder("test", ranks=comm.size))
         changed = lambda *change: self.changes.append((comm.rank, *change[:3]))  # noqa: E731
-        return GoingOnExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
+        made = GoingOnExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
+        go_on = made._go_on
+
+        def noted(error: BackendError) -> Any:
+            self.failures.append(str(error))
+            return go_on(error)
+
+        made._go_on = noted  # type: ignore[method-assign]
+        return made
 
     def _grown(self, exchange: GoingOnExchange, has: str) -> Any:
         taken: list[bytes] = []
         try:
-            come = exchange.grow(has, lambda: STATE, taken.append)
+            come = exchange.grow(has, lambda: STATE, lambda data: (self.takes(), taken.append(data)))
             exchange.settle()
         except BackendError as error:
             return str(error)
@@ -158,3 +170,15 @@ def test_who_comes_in_place_of_one_that_dies_meanwhile_is_told_as_one_that_has_c
         ((0, 1, 2, 3), (0, 1, 2), (3,)),
         ((0, 1, 2), (0, 1, 2), (2,)),
     ]
+
+
+@pytest.mark.thorough
+def test_what_one_that_comes_raises_the_others_hear_and_go_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, 1)
+    job.takes = lambda: 1 // 0
+    zero, one, _, new = job.run()
+    assert zero == one == ((), (0, 1), [])
+    assert new == "integer division or modulo by zero"
+    assert sum("growing: ZeroDivisionError: integer division" in text for text in job.failures) == 2
