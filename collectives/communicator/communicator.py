@@ -61,6 +61,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+OF_BLOCKS = ("allgather", "reduce_scatter")
+"""Collectives that cannot be repeated by fewer ranks where a rank has named an ``out``: its length depends on them."""
+
+INTO = "into an out, which all ranks must give, or none"
+"""What ranks say of such a collective that have named one, to be compared: all of them can repeat it, or none."""
+
+
 class Communicator(DenseCollectives):
     """Runs collectives among the ranks of a plan.
 
@@ -689,7 +696,7 @@ class Communicator(DenseCollectives):
                 if max(one.handed_over for one in progress) == self._handed_over:
                     continue
                 texts = []  # others had those of all, and have let in whom they named
-            self._handed_over += 1
+            self._had_by_all()
             invited = survivors.invited(texts, seats=len(self._company.whole.ranks))
             if invited:
                 left = go_on(self._state(Progress(self._handed_over)), invited=invited)
@@ -973,7 +980,8 @@ class Communicator(DenseCollectives):
                     f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
                     f"anew among the {self.size} ranks that are left"
                 ) from failure
-            run = partial(self._run_watched, execution, replace(checked, outputs=[None]))
+            about = INTO if out is not None and collective in OF_BLOCKS else None
+            run = partial(self._run_watched, execution, replace(checked, outputs=[None], about=about))
             result, failure = self._given_to_all(run, seats, outcome)
             if failure is not None:
                 continue
@@ -1044,9 +1052,14 @@ class Communicator(DenseCollectives):
                 outcome.repeated = True
                 return None, error
             assert complete, "some rank was told that all are"
-        self._handed_over += 1
+        self._had_by_all()
         outcome.among = among
         return result, None
+
+    def _had_by_all(self) -> None:
+        """Count what all ranks have had; who leaves tells that to those that may have yet to hear it."""
+        self._handed_over += 1
+        self._survivors("go on").handed_over = self._handed_over
 
     def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
         """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
