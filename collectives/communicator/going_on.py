@@ -87,7 +87,7 @@ class Left:
     epoch : int
         How many agreements there were, this one included.
     progress : tuple of Progress
-        Of each rank; empty where one process holds all.
+        Of each rank, and of those that have left in order; empty where one process holds all.
     """
 
     backend: Backend[Any]
@@ -327,8 +327,12 @@ def _made_anew(
             survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
-        progress = state.progress if state else Progress()
-        progresses = [Progress(*json.loads(text)) for text in gather(json.dumps(astuple(progress)))]
+        progress, left = Progress(), list[int]()
+        if state is not None:
+            progress, left = state.progress, survivors.farewells(state.epoch)
+        said = [json.loads(text) for text in gather(json.dumps([astuple(progress), left]))]
+        progresses = [Progress(*own) for own, _ in said]
+        progresses += [Progress(come) for _, ended in said for come in ended]
     except BaseException:
         made.survivors = None
         made.close()

@@ -44,6 +44,12 @@ from topoplan.plans.plan import Plans
 
 Result = TypeVar("Result")
 
+OF_BLOCKS = ("allgather", "reduce_scatter")
+"""Collectives that cannot be repeated by fewer ranks where a rank has named an ``out``: its length depends on them."""
+
+INTO = "into an out, which all ranks must give, or none"
+"""What ranks say of such a collective that have named one, to be compared: all of them can repeat it, or none."""
+
 
 class Members:
     """The ranks of a communicator.
@@ -201,7 +207,8 @@ class Members:
                     f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
                     f"anew among the {len(left)} ranks that are left"
                 ) from failure
-            run = partial(self.run, execution, replace(checked, outputs=[None]))
+            about = INTO if out is not None and collective in OF_BLOCKS else None
+            run = partial(self.run, execution, replace(checked, outputs=[None], about=about))
             result, failure = self._given_to_all(run, seats, outcome)
             if failure is None:
                 return self._handed(result, checked.outputs[0])
@@ -268,7 +275,7 @@ class Members:
                     before = self.company.seats
                     continue
                 texts = []  # others had those of all, and have let in whom they named
-            self._handed_over += 1
+            self._had_by_all()
             invited = survivors.invited(texts, seats=len(self.company.whole.ranks))
             if invited:
                 left = go_on(self._state(Progress(self._handed_over)), invited=invited)
@@ -324,9 +331,15 @@ class Members:
                 outcome.repeated = True
                 return None, error
             assert complete, "some rank was told that all are"
-        self._handed_over += 1
+        self._had_by_all()
         outcome.among = among
         return result, None
+
+    def _had_by_all(self) -> None:
+        """Count what all ranks have had; who leaves tells that to those that may have yet to hear it."""
+        self._handed_over += 1
+        if self._survivors is not None:
+            self._survivors.handed_over = self._handed_over
 
     def _handed(self, result: Any, wanted: Any) -> Any:
         """A result where its caller wants it."""
@@ -389,6 +402,7 @@ class Members:
         """Run collectives by another plan and back end."""
         backend = execution.backend
         self._present = execution, company
+        self._survivors = backend.survivors if isinstance(backend, GoesOn) else None
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
         self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
         self._watch_anew()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import math
 import os
 import threading
 import time
@@ -190,8 +191,9 @@ class TcpWorld(World):
             with self.changed:
                 if done():
                     return
-                self._check()
-                left = max(since, moved()) + timeout - time.monotonic()
+                until = max(since, moved()) + timeout
+                self._check(until)
+                left = until - time.monotonic()
                 if left <= 0:
                     self._ask_who_stalls(timeout)
                     since = time.monotonic() - 0.75 * timeout
@@ -284,22 +286,36 @@ class TcpWorld(World):
         assert self.control.answer is not None, "that was waited for"
         return self.control.answer
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Message, until: float = math.inf) -> None:
         """Tell the rendezvous that it is over, and give it time to tell the others."""
         self.control.say(message)
         with self.changed:
-            self.changed.wait_for(self._over, GRACE_SECONDS)
+            self._give_time(self._over, until)
+
+    def _give_time(self, done: Callable[[], bool], until: float) -> None:
+        """Wait for what the rendezvous is to say; until then at most where its process is seen to be stopped."""
+        limit = time.monotonic() + GRACE_SECONDS
+        while not done() and (now := time.monotonic()) < limit:
+            if now >= until and self.control.host_stands_still():
+                break
+            self.changed.wait(LOOK)
 
     def _over(self) -> bool:
         return self.control.verdict is not None or self.control.alone
 
-    def _check(self) -> None:
-        """Raise what has happened to the job; called with the lock, as all that follows."""
+    def _check(self, until: float = math.inf) -> None:
+        """Raise what has happened to the job; called with the lock, as all that follows.
+
+        Parameters
+        ----------
+        until : float
+            When this rank has waited for the whole timeout: so long the rendezvous may be stopped.
+        """
         if self._found is not None:
             raise self._found
         control = self.control
         if control.verdict is None and self._own is not None:
-            self._tell(self._own)
+            self._tell(self._own, until)
             if not self._over() and control.host is not None:
                 # a neighbour that closed its links knew as little, but gave up earlier
                 raise self._silence(self._own["message"], self._own["peer"])
@@ -321,12 +337,9 @@ class TcpWorld(World):
         before, control.answer, control.patience = control.answer, None, False
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
-        until = time.monotonic() + GRACE_SECONDS
-        while not (self._over() or control.answer is not None or control.patience):
-            if time.monotonic() >= until or control.host_stands_still():
-                break
-            self.changed.wait(LOOK)
-        self._check()
+        now = time.monotonic()
+        self._give_time(lambda: self._over() or control.answer is not None or control.patience, now)
+        self._check(now)
         if control.answer is None:  # what was waited for may have come just now
             if not control.patience:
                 raise self._silence(f"waited {timeout:g} s", wait.peer)

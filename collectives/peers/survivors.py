@@ -16,10 +16,14 @@ than half do not go on while others are only silent, nor half without the lowest
 Who comes later knocks at the ranks that it was told of (`Survivors.invitation`). When they let it in it gets a seat,
 the place in the job's first plan of a rank that is gone, and takes part in an agreement, whose epoch it begins in. Who
 hears only in that agreement of those that others have let in lets them in too.
+
+Who leaves in order says farewell, and how far it has come: the others may fail in the collective that was its last, and
+must then not repeat it without a rank that has returned its result.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import ipaddress
@@ -48,6 +52,9 @@ INVITATION = "topoplan.invitation/1"
 
 OWN_NUMBERS = 1 << 32
 """From here on ranks that come later choose their numbers by chance: out of so many that no two have the same."""
+
+FAREWELL_SECONDS = 0.5
+"""Time to reach all others with a farewell."""
 
 ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 """What a system answers whose process has ended; other errors are the network's."""
@@ -137,6 +144,8 @@ class Survivors:
         The numbers of the ranks that are left, in order of their seats.
     timeout : float
         Seconds of a collective, of one that was let in.
+    handed_over : int
+        Set by who uses this: collectives of which this rank has heard that all have their results.
     beside : callable or None
         What else goes on with these ranks, and lets nobody in: called by those that are left before they exchange
         anything, with a gathering over them, the rank and size, and `local`.
@@ -153,6 +162,7 @@ class Survivors:
         self.rank = -1
         self.epoch = 0
         self.timeout = 0.0
+        self.handed_over = 0
         self.members: tuple[int, ...] = ()
         self.beside: Callable[[Gather, int, int, str], None] | None = None
         self._changed = threading.Condition(threading.RLock())
@@ -166,9 +176,14 @@ class Survivors:
         self._gone: set[int] = set()
         self._unreached: set[int] = set()
         self._told_gone: frozenset[int] = frozenset()
+        self._late: set[int] = set()
+        """Who was waited for in vain since the last agreement."""
         self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
+        self._farewells: dict[tuple[int, int], int] = {}
+        self._process = os.getpid()
+        atexit.register(self.close)
         self._decided: dict[int, tuple[int, ...]] = {}
         self._after_me: tuple[int, tuple[int, ...]] | None = None
         self._round = 0
@@ -326,7 +341,8 @@ class Survivors:
         timeout : float
             Seconds of a collective. A rank that nobody reported is waited for `NOTICED` times as long.
         doubted : collection of int
-            Ranks whose failure was reported: they are waited for no longer than `DOUBTED_SECONDS`.
+            Ranks whose failure was reported: they are waited for no longer than `DOUBTED_SECONDS`, nor are those that
+            were waited for in vain since the last agreement.
         invited : collection of Knock
             Who is let in (`Survivors.invited`).
 
@@ -342,7 +358,7 @@ class Survivors:
         """
         before, wanted, me = self.members, self.epoch + 1, self.rank
         gone = {before[place] for place in without}
-        known_to_fail = {before[place] for place in doubted}
+        known_to_fail, self._late = {before[place] for place in doubted} | self._late, set()
         silent: set[int] = set()
         with self._changed:
             if invited:
@@ -424,13 +440,27 @@ class Survivors:
                 self._check_there(missing, silent=left <= 0)
                 self._changed.wait(left)
 
-    def check(self) -> None:
-        """Raise `BackendError` where one has died since the last agreement, or agrees anew."""
+    def check(self, until: float) -> None:
+        """Raise `BackendError` where one has died since the last agreement, agrees anew, or is stopped at that time."""
         with self._changed:
             self._check_there(self.members, silent=False)
+            if time.monotonic() >= until:
+                stopped = [rank for rank in self.members if self._stopped(rank)]
+                self._check_there(stopped, silent=bool(stopped))
+
+    def farewells(self, epoch: int) -> list[int]:
+        """How far those had come (`handed_over`) that have left in order in an epoch."""
+        with self._changed:
+            self._accept()  # what was said before a line was refused is there
+            return [come for (said, _), come in sorted(self._farewells.items()) if said == epoch]
 
     def close(self) -> None:
-        """Close all connections and end the thread; closing twice is fine."""
+        """Say farewell, close all connections and end the thread; closing twice is fine."""
+        if os.getpid() != self._process:  # a child that was forked off must not leave for its parent
+            return
+        atexit.unregister(self.close)
+        if self.handed_over and not self._closed:
+            self._say_farewell()
         with self._changed:
             if self._closed:
                 return
@@ -448,12 +478,31 @@ class Survivors:
         for one in (self._listener, self._waker, self._woken):
             one.close()
 
+    def _say_farewell(self) -> None:
+        until = time.monotonic() + FAREWELL_SECONDS
+        for number in self.members:
+            card = self._cards[number]
+            told = {
+                **self._head("farewell", self.epoch),
+                "token": card.token,
+                "handed_over": self.handed_over,
+            }
+            if number != self.rank and number not in self._gone:
+                left = max(0.01, until - time.monotonic())
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection((card.host, card.port), left) as line,
+                ):
+                    line.sendall(pack(told))
+
     def _check_there(self, waited_for: Sequence[int], *, silent: bool) -> None:
         """Raise where these will not say what they are waited for, or have not in time."""
         self._check_out()
         anew = [rank for rank in self.members if (self.epoch + 1, rank) in self._said]
         lost = sorted(self._gone & set(waited_for))
         if lost or anew or silent:
+            if silent:
+                self._late.update(waited_for)
             peer = self.members.index((lost or anew or list(waited_for))[0])
             what = "has died" if lost else "begins anew" if anew else "does not answer"
             raise BackendError(
@@ -490,11 +539,15 @@ class Survivors:
 
     def _patience(self, rank: int, timeout: float, *, doubted: bool) -> float:
         """Seconds that a rank is waited for; one that is seen to be stopped has had the time of a collective before."""
-        card = self._cards[rank]
-        stopped = stands_still(card.processes, card.pid)
+        stopped = self._stopped(rank)
         if doubted:
             return 0.0 if stopped else min(timeout, DOUBTED_SECONDS)
         return timeout if stopped else NOTICED * timeout
+
+    def _stopped(self, rank: int) -> bool:
+        """Whether a rank is seen to be stopped."""
+        card = self._cards[rank]
+        return stands_still(card.processes, card.pid)
 
     def _ended(self, rank: int) -> bool:
         """Whether the process of a rank of this host has ended; a child that it forked off may hold its sockets."""
@@ -643,12 +696,15 @@ class Survivors:
                         self._drop(visitor)
 
     def _accept(self) -> None:
+        """Attend to all that have come."""
         with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            visitor = _Line(connection, since=time.monotonic())
-            self._visitors.add(visitor)
-            self._selector.register(connection, selectors.EVENT_READ, visitor)
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                visitor = _Line(connection, since=time.monotonic())
+                self._visitors.add(visitor)
+                self._selector.register(connection, selectors.EVENT_READ, visitor)
+                self._attend(visitor, selectors.EVENT_READ)
 
     def _attend(self, line: _Line, ready: int) -> None:
         if not line.connected:
@@ -687,6 +743,8 @@ class Survivors:
                 self._knocking[line] = Knock(line.rank, Card.of(message["card"]))
             elif message["type"] == "text":
                 self._texts[epoch, int(message["number"]), line.rank] = str(message["text"])
+            elif message["type"] == "farewell":
+                self._farewells[epoch, line.rank] = int(message["handed_over"])
             elif epoch <= self.epoch:
                 self._answer(line, epoch)
             else:

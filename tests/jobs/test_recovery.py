@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,9 +20,24 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.chaos.rank import backend_at
 from collectives.communicator import communicator
+from collectives.execution.execution import Execution
 from collectives.launching.mpiexec import find_launcher, mpiexec_command
-from tests.faults.recovery import DEATH, FEW, MANY, STOPPED_SECONDS, Round, faults_of, one_round, plan_for
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.rendezvous_state import Message
+from tests.faults.recovery import (
+    DEATH,
+    FEW,
+    LIMIT_SECONDS,
+    MANY,
+    STEP_SECONDS,
+    STOPPED_SECONDS,
+    Round,
+    faults_of,
+    one_round,
+    plan_for,
+)
 from tests.support.checkout import ROOT
 from tests.support.tcp_jobs import backends_in_threads, in_processes
 from topoplan.errors import BackendError, UsageError
@@ -186,6 +203,60 @@ print("the last word")
 """
 
 
+def leaves_at_once(rank: int, backend: str, folder: str, dies: float | None) -> None:
+    """Rank 0 dies in the last collective: so many seconds after its beginning, or when it has told one rank that all
+    have their results. The others leave as soon as they have theirs."""
+    opened = backend_at(backend, rank, 4, meeting=f"unix:{folder}/meeting", timeout=STEP_SECONDS)
+    comm = Communicator(plan_for(4), opened, on_failure="shrink")
+    comm.all_reduce(np.ones(MANY))
+    hand_over, say, told = Execution.hand_over, Rendezvous._say, list[object]()
+
+    def say_once(meeting: Rendezvous, visitor: Any, message: Message) -> None:
+        if told:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if message["type"] == "agreed":
+            told.append(visitor)
+        say(meeting, visitor, message)
+
+    def last(execution: Execution[Any]) -> None:
+        Rendezvous._say = say_once  # type: ignore[method-assign]
+        hand_over(execution)
+
+    if rank == 0 and dies is None:
+        Execution.hand_over = last  # type: ignore[method-assign]
+    elif rank == 0:
+        threading.Timer(dies or 0.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    handle = comm.all_reduce(np.full(MANY, 2.0**rank), async_op=True)
+    found = handle.wait()
+    Path(folder, str(rank)).write_text(json.dumps([found.min(), found.max(), handle.among]))
+    comm.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("backend", "dies"),
+    [("tcp", None), ("tcp", 0.001), ("tcp", 0.004), ("shared", 0.0005), ("shared", 0.002)],
+)
+def test_who_leaves_with_the_last_result_is_not_taken_for_dead(
+    backend: str, dies: float | None, tmp_path: Path
+) -> None:
+    """Whether it was repeated or not, all have the same sum: that of all ranks, or without the one that died."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
+    ranks = [
+        context.Process(target=leaves_at_once, args=(rank, backend, str(tmp_path), dies), daemon=True)
+        for rank in range(4)
+    ]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(LIMIT_SECONDS)
+        one.kill()
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in (1, 2, 3)]
+    assert told[0] in ([15.0, 15.0, [0, 1, 2, 3]], [14.0, 14.0, [1, 2, 3]])
+    assert told == [told[0]] * 3
+
+
 def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:
     """Rank 1 stops; the others go on, wake it, and end when it has heard of it."""
     plan, told = plan_for(3), Path(meeting, "told")
@@ -278,6 +349,19 @@ def test_what_fewer_ranks_cannot_do_is_an_error_and_the_next_call_goes_on() -> N
             return comm.reduce_scatter(np.full(4, rank + 1.0)).tolist()
 
     assert backends_in_threads(3, body) == [[3.0, 3.0], [3.0, 3.0], None]
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_an_out_on_some_ranks_only_is_refused_where_only_they_could_not_repeat_it(collective: str) -> None:
+    def body(backend: TcpBackend, rank: int) -> object:
+        comm = Communicator(plan_for(2), backend, on_failure="shrink")
+        given, length = (np.ones(3), 6) if collective == "all_gather" else (np.ones(6), 3)
+        getattr(comm, collective)(given, out=np.zeros(length))
+        getattr(comm, collective)(given)
+        with comm, pytest.raises(BackendError, match="an out, which all ranks must give, or none"):
+            getattr(comm, collective)(given, out=np.zeros(length) if rank else None)
+
+    assert backends_in_threads(2, body) == [None, None]
 
 
 def test_what_waited_behind_a_collective_that_lost_a_rank_is_without_it_too() -> None:

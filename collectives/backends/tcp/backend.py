@@ -53,6 +53,7 @@ from collectives.peers.control_page import Scratch
 from collectives.peers.error_rounds import Gather
 from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
@@ -506,20 +507,24 @@ class TcpBackend(OneRank):
 
         def go_on() -> None:
             nonlocal status
-            status = meeting.go_on()
-            self._bell.hush()
-            if status == WAITING and time.monotonic() - begun > LATE:
+            if status == WAITING:
+                status = meeting.go_on()
+                self._bell.hush()
+            if status != ENDED and (status != WAITING or time.monotonic() - begun > LATE):
                 miss()
+            if status not in (WAITING, ENDED):  # the rendezvous knows more, or will soon
+                with world.changed:
+                    world.changed.wait(LOOK)
 
         with self._waiting(waits, lambda peer: flow().stops_at(peer)):
             world.wait(
-                lambda: status != WAITING, timeout=self._timeout, moved=lambda: meeting.touched, pause=go_on
+                lambda: status == ENDED or (status != WAITING and world.control.alone),
+                timeout=self._timeout,
+                moved=lambda: meeting.touched,
+                pause=go_on,
             )
             if status == ENDED:
                 return
-            # the rendezvous knows more, or will soon
-            miss()
-            world.wait(lambda: world.control.alone, timeout=self._timeout)
             peer = meeting.peer
             text = f"rank {peer} closed its connection"
             if status == DIFFERS:
@@ -586,7 +591,7 @@ class TcpBackend(OneRank):
 
     def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""
-        lock = threading.RLock()
+        lock, look, until = threading.RLock(), self.survivors, time.monotonic() + timeout
         self._bell = Bell(lock)
         made: list[Network] = []
         own: list[Survivors] = []
@@ -616,7 +621,7 @@ class TcpBackend(OneRank):
                 helpers=self.helpers,
                 hello=hello,
                 changed=self._bell,
-                look=None if self.survivors is None else self.survivors.check,
+                look=None if look is None else lambda: look.check(until),
             )
         except BaseException:
             for network in made:

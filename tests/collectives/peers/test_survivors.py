@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -113,6 +114,44 @@ def test_a_rank_that_others_have_reported_is_not_waited_for_as_long() -> None:
         begun = time.monotonic()
         assert agreed(ranks, {0: [], 1: []}, timeout=30, doubted=[2]) == {0: (0, 1), 1: (0, 1)}
         assert time.monotonic() - begun < 5
+
+
+def test_a_rank_that_was_silent_while_the_others_found_each_other_is_not_waited_for_again() -> None:
+    """It has had its time where texts were gathered; the next agreement would wait for hours."""
+    with job(3) as ranks:
+        agreed(ranks, {0: [], 1: [], 2: []})
+        gathered = {rank: lambda rank=rank: ranks[rank].gather("x", timeout=0.1) for rank in (0, 1)}
+        assert all(isinstance(error, BackendError) for error in at_once(gathered).values())
+        assert agreed(ranks, {0: [], 1: []}, timeout=9999) == {0: (0, 1), 1: (0, 1)}
+
+
+def test_nobody_waits_for_a_host_that_is_stopped_longer_than_for_any_rank() -> None:
+    """Its rendezvous takes them in, and says nothing."""
+    with job(2) as ranks, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        agreed(ranks, {0: [], 1: []})
+        other.send_signal(signal.SIGSTOP)
+        while process_state(other.pid) != "T":
+            time.sleep(0.01)
+        one = ranks[1]
+        one._cards[0] = replace(one._cards[0], pid=other.pid)
+        one.check(time.monotonic() + 9999)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            until = time.monotonic() + 0.1
+            with pytest.raises(BackendError, match="rank 0 does not answer"):
+                TcpWorld(address, 1, 2, timeout=9999, look=lambda: one.check(until))
+        other.kill()
+
+
+def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
+    """Also a rank that is alone behind it, and attends to nobody before it asks; who dies has told nothing."""
+    with job(3) as ranks:
+        ranks[0].handed_over, ranks[2].handed_over = 7, 0
+        ranks[0].close()
+        ranks[2].close()
+        assert agreed(ranks, {1: []}) == {1: (1,)}
+        assert ranks[1].farewells(0) == [7]
+        assert ranks[1].farewells(1) == []
 
 
 def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
@@ -343,7 +382,7 @@ def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> No
     """Ranks that go on look for deaths while they look for the rendezvous, and while they wait for its welcome."""
     with job(3) as ranks:
         agreed(ranks, {0: [], 1: [], 2: []})
-        ranks[1].check()
+        ranks[1].check(math.inf)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             threading.Timer(0.2, ranks[0].close).start()
@@ -351,7 +390,7 @@ def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> No
             with pytest.raises(
                 BackendError, match="rank 0 has died while the ranks that are left find each other"
             ):
-                TcpWorld(f"127.0.0.1:{port}", 1, 3, timeout=30, look=ranks[1].check)
+                TcpWorld(f"127.0.0.1:{port}", 1, 3, timeout=30, look=lambda: ranks[1].check(math.inf))
         with pytest.raises(BackendError, match="rank 0 has died"):
-            TcpWorld(f"127.0.0.1:{port}", 2, 3, timeout=30, look=ranks[2].check)
+            TcpWorld(f"127.0.0.1:{port}", 2, 3, timeout=30, look=lambda: ranks[2].check(math.inf))
         assert time.monotonic() - begun < 10

@@ -391,6 +391,39 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
             control.close()
 
 
+def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a rank has met is told there, and then it waits no longer than it has waited for another one anyway."""
+    monkeypatch.setattr("collectives.peers.over_rendezvous.GRACE_SECONDS", 9999)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
+    ):
+        other.send_signal(signal.SIGSTOP)
+        while process_state(other.pid) != "T":
+            time.sleep(0.01)
+        seen = {"processes": processes_seen(), "pid": other.pid}
+        welcome = pack({"type": "welcome", "token": "", "host": 0, "peers": {}, **seen})
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        answers = threading.Thread(
+            target=lambda: taken.append(server.accept()[0]) or taken[0].sendall(welcome)
+        )
+        taken: list[socket.socket] = []
+        answers.start()
+        world = TcpWorld(address, 1, 3)
+        world.report("rank 2 closed its connection", peer=2, step=4)
+        with pytest.raises(
+            BackendError, match=r"rank 2 closed its connection, and the rendezvous of rank 0"
+        ) as told:
+            world.wait(lambda: False, timeout=0.2)
+        assert told.value.peer == 0
+        world.close()
+        answers.join()
+        taken[0].close()
+        other.kill()
+
+
 def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:
     """Its connection is at its end, which a thread that went on listening would hear without a pause."""
     rendezvous = Rendezvous(f"unix:{tmp_path / 'here'}", 1).start()
