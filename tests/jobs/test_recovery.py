@@ -24,8 +24,10 @@ from collectives.chaos.rank import backend_at
 from collectives.communicator import communicator
 from collectives.execution.execution import Execution
 from collectives.launching.mpiexec import find_launcher, mpiexec_command
+from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.rendezvous_state import Message
+from collectives.peers.rendezvous_client import Control
+from collectives.peers.rendezvous_state import Hub, Message
 from tests.faults.recovery import (
     DEATH,
     FEW,
@@ -362,6 +364,39 @@ def test_an_out_on_some_ranks_only_is_refused_where_only_they_could_not_repeat_i
             getattr(comm, collective)(given, out=np.zeros(length) if rank else None)
 
     assert backends_in_threads(2, body) == [None, None]
+
+
+def test_a_rank_whose_neighbour_gives_up_goes_on_with_the_wait_that_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the process that serves the rendezvous is stopped, and one rank notices it before another."""
+    waits: list[int] = []
+    wait = TcpWorld.wait
+
+    def counted(world: TcpWorld, *given: Any, **options: Any) -> None:
+        waits.append(world.rank)
+        wait(world, *given, **options)
+
+    def stop() -> None:
+        monkeypatch.setattr(Hub, "receive", lambda *said: [])
+        monkeypatch.setattr(Hub, "lost", lambda *said: [])
+        monkeypatch.setattr(Control, "host_stands_still", lambda control: True)
+        monkeypatch.setattr(TcpWorld, "wait", counted)
+
+    all_are_there = threading.Barrier(3, action=stop)
+
+    def body(backend: TcpBackend, rank: int) -> None:
+        with Communicator(plan_for(3), backend) as comm:
+            comm.all_reduce(np.ones(3))
+            all_are_there.wait()
+            if rank == 1:
+                backend._end()
+                return
+            with pytest.raises(BackendError, match="does not answer: it is stopped, or cut off"):
+                comm.all_reduce(np.ones(3))
+
+    assert backends_in_threads(3, body, timeout=1.0) == [None] * 3
+    assert sorted(waits) == [0, 2]
 
 
 def test_what_waited_behind_a_collective_that_lost_a_rank_is_without_it_too() -> None:
