@@ -12,6 +12,7 @@ from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
+    WIDEST,
     check_plot,
     draw_plot,
     listed_sets,
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         _print_rows(rows)
         return 0
     print(title)
-    print(format_table(rows, widest=terminal_width()))
+    print(format_table(rows, widest=terminal_width() or WIDEST))
     if options.all_allocations:
         several = [row for row in rows if row.members > 1]
         if several:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 
 from topoplan.fabric.fabric import ALL
 from topoplan.plans.json_values import finite
@@ -242,8 +243,8 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     ----------
     rows : sequence of Comparison
     widest : int or None
-        Columns of a line: those of `LEFT_OUT` that do not fit are left out, and a last line says which. None for
-        all of them, however wide.
+        Characters of a line: what does not fit beside the trees goes to tables of its own below them, rings and then
+        NCCL. None for one table, however wide.
 
     Examples
     --------
@@ -251,10 +252,13 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     >>> from topoplan.compare import compare
     >>> machine = topoplan.load("dgx-1v")
     >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])], widest=100))
-    GPUs     channel    trees    busbw    bound     ring   /ring    relay     nccl  nccl is       /nccl
-    1,4,5,7  nvlink     50.00    75.00    50.00     5.33   9.38x    33.33    50.00  nccl tree     1.00x
-    4-7      nvlink     75.00   112.50    75.00    66.67   1.12x    66.67    75.00  nccl tree     1.00x
-    not shown: ring kind, /relay, binary, members, height, count
+    GPUs     members  channel    trees    busbw    bound  count  height
+    1,4,5,7        1  nvlink     50.00    75.00    50.00      2       2
+    4-7            1  nvlink     75.00   112.50    75.00      2       2
+    <BLANKLINE>
+    GPUs        ring  ring kind     /ring    relay  /relay     nccl  nccl is        /nccl   binary
+    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree      1.00x    16.67
+    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree      1.00x    50.00
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
     helped = any(row.in_network is not None for row in rows)
@@ -281,21 +285,15 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     for head in heads:
         columns[head] = [_rate(dict(row.others).get(head)) for row in rows]
     widths = {head: max(_LEAST.get(head, 7), len(head), *map(len, cells)) for head, cells in columns.items()}
-    left_out: list[str] = []
-    for head in (*heads, *LEFT_OUT) if widest is not None else ():
-        if sum(widths.values()) + 2 * (len(widths) - 1) <= (widest or 0):
-            break
-        if head in widths:
-            del widths[head]
-            left_out.append(head)
-    lines = []
-    for cells in ({head: head for head in widths}, *_each(columns, len(rows))):
-        texts = (
-            f"{cells[head]:<{wide}}" if head in _WORDS else f"{cells[head]:>{wide}}"
-            for head, wide in widths.items()
-        )
-        lines.append("  ".join(texts).rstrip())
-    return "\n".join([*lines, f"not shown: {', '.join(left_out)}"] if left_out else lines)
+    names = list(widths)
+    tables = [names[: names.index("ring")]]
+    for first, last in pairwise([*map(names.index, ("ring", "nccl")), len(names)]):
+        wider = [*tables[-1], *names[first:last]]
+        if widest is None or sum(widths[head] + 2 for head in wider) - 2 <= widest:
+            tables[-1] = wider
+        else:
+            tables.append(["GPUs", *names[first:last]])
+    return "\n\n".join(_lines(columns, {head: widths[head] for head in shown}) for shown in tables)
 
 
 _WORDS = ("GPUs", "channel", "ring kind", "nccl is")
@@ -311,13 +309,14 @@ _LEAST = {
 }
 """Characters of a column, so that tables of several runs look alike."""
 
-LEFT_OUT = ("in network", "ring kind", "/relay", "binary", "members", "height", "count", "relay", "bound")
-"""Columns in the order in which they are left out of a line that is too long."""
 
-
-def _each(columns: dict[str, list[str]], number: int) -> list[dict[str, str]]:
-    """The cells of each row."""
-    return [{head: cells[i] for head, cells in columns.items()} for i in range(number)]
+def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
+    """The heads of some columns of so many characters, and their rows."""
+    padded = [
+        [f"{cell:<{wide}}" if head in _WORDS else f"{cell:>{wide}}" for cell in (head, *columns[head])]
+        for head, wide in widths.items()
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
 
 
 HEADS = """\

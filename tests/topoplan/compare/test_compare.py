@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -441,6 +442,21 @@ def test_the_table_has_the_same_columns_on_every_line() -> None:
     assert {line[kind : kind + 11].strip() for line in lines[1:]} == {"nvlink ring", "pcie ring"}
     assert lines[-1].split()[:6] == ["0-7", "1", "nvlink", "85.71", "150.00", "85.71"]
     assert "  1.00x  " in lines[-1]
+
+
+def test_a_table_too_wide_for_a_line_is_divided_and_loses_nothing() -> None:
+    """Every cell of the one wide table stands under its head in those of at most 120 characters, and of 80."""
+    rows = [compare("dgx-h100", gpus=gpus) for gpus in ([0, 1, 2, 3], [0, 2, 4, 6])]
+    whole = [re.split(r"\s{2,}", line) for line in format_table(rows).splitlines()]
+    for widest in (120, 80):
+        text = format_table(rows, widest=widest)
+        assert max(map(len, text.splitlines())) <= widest
+        tables = [part.splitlines() for part in text.split("\n\n")]
+        assert len(tables) == (2 if widest == 120 else 3)
+        for number, wide in enumerate(whole):
+            cells = [re.split(r"\s{2,}", table[number]) for table in tables]
+            assert all(line[0] == wide[0] for line in cells)
+            assert [cell for line in cells for cell in line[1:]] == wide[1:]
 
 
 def test_nccl_is_the_best_of_what_nccl_has() -> None:
