@@ -171,6 +171,12 @@ def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
     print(
         "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
     )
+    for job in found.jobs:
+        if not job.part:
+            print(
+                f"no NVLink, PCIe or network path of this description joins GPUs {number_ranges(job.gpus)}, "
+                "so a job there does 0 GB/s"
+            )
     if any(job.shares_links for job in found.jobs):
         print("shares links: its wires meet those of another job; GB/s holds while both run")
     if not found.complete:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +246,17 @@ class TestCommand:
             .splitlines()[1]
             .startswith("0-3,75.0,112.5,")
         )
+
+    def test_a_job_that_no_path_joins_is_told(self, run: Run, tmp_path: Path) -> None:
+        """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
+        gpus = tuple(Device(f"gpu{number}", "gpu") for number in range(4))
+        wires = tuple(Link(src, dst, "nvlink", 50.0) for src, dst in (("gpu0", "gpu1"), ("gpu1", "gpu0")))
+        (tmp_path / "machine.json").write_text(Topology("pair", gpus, wires).to_json(), encoding="utf-8")
+        out = run("recommend", str(tmp_path / "machine.json"), "--jobs", "2,2")[1]
+        assert (
+            "no NVLink, PCIe or network path of this description joins GPUs 2,3, so a job there does 0" in out
+        )
+        assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]
 
     @pytest.mark.parametrize(
         ("arguments", "told"),
