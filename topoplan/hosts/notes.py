@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from topoplan.units import name_ranges
+
 WARNING = "warning: "
 """How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
 
@@ -76,14 +78,20 @@ def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:
-    """Names for a note, shortened.
+    """Names for a note; many devices as ranges of numbers, and of many names or ranges the first three and the last.
 
     Examples
     --------
     >>> listed(f"gpu{i}" for i in range(4, 16))
-    'gpu4, gpu5, gpu6 ... gpu15 (12 devices)'
+    'gpu4-15 (12 devices)'
+    >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])
+    'gpu0,1, nic0, cpu0 ... hub (7 devices)'
+    >>> listed(["gpu0-gpu1", "gpu0-gpu2", "gpu1-gpu2", "gpu1-gpu3", "gpu2-gpu3"], noun="pairs")
+    'gpu0-gpu1, gpu0-gpu2, gpu1-gpu2 ... gpu2-gpu3 (5 pairs)'
     """
     every = list(names)
     if len(every) <= 4:
         return ", ".join(every)
-    return f"{', '.join(every[:3])} ... {every[-1]} ({len(every)} {noun})"
+    told = name_ranges(every) if noun == "devices" else every
+    text = ", ".join(told) if len(told) <= 4 else f"{', '.join(told[:3])} ... {told[-1]}"
+    return f"{text} ({len(every)} {noun})"

@@ -94,6 +94,8 @@ def test_of_a_topology_yaml_the_default_is_taken_or_the_one_of_a_name() -> None:
         ("SwitchName=a Nodes=n1\nName=x", "line 2 begins with Name"),
         ("SwitchName=a Nodes = n1", "line 1: 'Nodes' is no Key=value"),
         ("SwitchName=a[1-2] Nodes=n1", "names 2 at once"),
+        ("SwitchName=a Nodes=ALL", "line 1: Nodes=ALL stands for the nodes of slurm.conf, which are not known here"),
+        ("- topology: x\n  block:\n    blocks:\n      - block: b\n        nodes: all\n", "b: Nodes=all stands for the"),
         ("SwitchName=a Nodes=n1 \\", "line 1 goes on in a next one that is not there"),
         ("SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "switches and blocks stand in one topology.conf"),
         ("BlockName=a Nodes=n1\nBlockSizes=2,x", "line 2: block size 'x' is no whole number"),

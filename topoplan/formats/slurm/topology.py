@@ -38,6 +38,9 @@ _YAML_KEYS = {
     "blocks": ("block", "nodes"),
 }
 
+ALL_NODES = "ALL"
+"""What Slurm reads as all its nodes, and not as the name of one."""
+
 LINK_SPEED = "LinkSpeed has no unit and is not used; --oversubscription says how wide uplinks are"
 
 
@@ -163,6 +166,11 @@ def _joined_lines(text: str) -> list[tuple[int, str]]:
 def _part(name: str, children: str | None, nodes: str | None, where: str) -> _Part:
     if children is None and nodes is None:
         raise TopologyError(f"{where}: nothing is below {name[:60]}; give Nodes or Switches")
+    if nodes is not None and nodes.strip().upper() == ALL_NODES:
+        raise TopologyError(
+            f"{where}: Nodes={nodes.strip()} stands for the nodes of slurm.conf, which are not known here; list them, "
+            "as `scontrol show topology` does"
+        )
     try:
         names = expand(name)
         lists = [expand(text) if text is not None else () for text in (children, nodes)]
