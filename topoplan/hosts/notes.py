@@ -78,7 +78,7 @@ def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:
-    """Names for a note; many as ranges of numbers, and of many ranges the first three and the last.
+    """Names for a note; many devices as ranges of numbers, and of many names or ranges the first three and the last.
 
     Examples
     --------
@@ -86,10 +86,12 @@ def listed(names: Iterable[str], *, noun: str = "devices") -> str:
     'gpu4-15 (12 devices)'
     >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])
     'gpu0,1, nic0, cpu0 ... hub (7 devices)'
+    >>> listed(["gpu0-gpu1", "gpu0-gpu2", "gpu1-gpu2", "gpu1-gpu3", "gpu2-gpu3"], noun="pairs")
+    'gpu0-gpu1, gpu0-gpu2, gpu1-gpu2 ... gpu2-gpu3 (5 pairs)'
     """
     every = list(names)
     if len(every) <= 4:
         return ", ".join(every)
-    ranges = name_ranges(every)
-    text = ", ".join(ranges) if len(ranges) <= 4 else f"{', '.join(ranges[:3])} ... {ranges[-1]}"
+    told = name_ranges(every) if noun == "devices" else every
+    text = ", ".join(told) if len(told) <= 4 else f"{', '.join(told[:3])} ... {told[-1]}"
     return f"{text} ({len(every)} {noun})"

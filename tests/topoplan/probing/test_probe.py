@@ -300,7 +300,7 @@ def test_devices_whose_node_is_not_told_are_named(fake_here: Installer) -> None:
     machine = (fake_here(replace(told, name="untold", roots=roots)), topoplan.probe())[1]
     assert [machine.device(gpu).numa for gpu in machine.gpus] == [0] * 8
     assert (
-        "the NUMA node of gpu4, gpu5, gpu6 ... 0000:8b:00.0 (6 devices) is not told; node 0 taken, as NCCL takes "
+        "the NUMA node of gpu4-7, 0000:84:00.0, 0000:8b:00.0 (6 devices) is not told; node 0 taken, as NCCL takes "
         "node 0"
     ) in machine.notes
 
