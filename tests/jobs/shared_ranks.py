@@ -1,12 +1,11 @@
-"""One rank of a job of the shared back end: ``python shared_ranks.py WHAT RANK SIZE FOLDER``; prints what it saw."""
+"""One rank of a job of the shared back end, in a process of its own; tells what it saw."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -131,9 +130,8 @@ WHAT = {
 }
 
 
-def main() -> None:
-    """Run one rank and print a JSON line."""
-    what, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:
+    """Run one rank."""
     arrays = None
     if what == "torch_tensors":
         import torch
@@ -152,11 +150,7 @@ def main() -> None:
     started, worked = time.monotonic(), time.process_time()
     with Communicator(plan_for(size), backend, chunk_bytes=1 << 14) as comm:
         try:
-            print(json.dumps(WHAT[what](comm, rank)), flush=True)
+            told.send(WHAT[what](comm, rank))
         except BackendError as error:
             took = [time.monotonic() - started, time.process_time() - worked]
-            print(json.dumps([str(error), *took]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            told.send([str(error), *took])

@@ -101,13 +101,15 @@ def run_wrong(patch: str) -> str:
 @pytest.mark.parametrize("backend", ["shared", "tcp"])
 def test_ranks_go_on_whatever_is_done_to_them(backend: str, plan_path: Path) -> None:
     """Nothing wrong, nobody lost that was not hurt, no hang, nothing left over."""
-    done = bench(
-        plan_path, "--chaos", 10, "--seed", 3, "--backend", backend, "--sizes", "256KB", "--json", *PATIENT
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    told = json.loads(done.stdout)
-    assert told["problems"] == []
-    rows = {row["fault"]: row for row in told["rows"]}
+    for seconds in (10, 60):  # on a busy machine fewer ranks are hurt in the time
+        options = ("--seed", 3, "--backend", backend, "--sizes", "256KB", "--json", *PATIENT)
+        done = bench(plan_path, "--chaos", seconds, *options)
+        assert done.returncode == 0, done.stderr + done.stdout
+        told = json.loads(done.stdout)
+        assert told["problems"] == []
+        rows = {row["fault"]: row for row in told["rows"]}
+        if rows["all"]["faults"] >= 5 and told["collectives"] > 100:
+            break
     assert rows["all"]["faults"] >= 5
     assert rows["all"]["median_ms"] > 0
     assert told["collectives"] > 100

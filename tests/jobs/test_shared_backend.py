@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +13,36 @@ import pytest
 
 from collectives import Communicator
 from collectives.peers.shared_memory import lock_fence, meet
-from tests.jobs.shared_ranks import COLLECTIVES, plan_for
-from tests.support.checkout import ROOT
+from tests.jobs.shared_ranks import COLLECTIVES, be, plan_for
+from tests.support.forking import forking
 from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import UsageError
 
 
 def job(what: str, size: int, folder: Path) -> list[Any]:
-    """What each rank printed; None for one that printed nothing."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """What each rank told; None for one that told nothing."""
+    context = forking()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tests" / "jobs" / "shared_ranks.py"),
-                what,
-                str(rank),
-                str(size),
-                str(folder),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
+        context.Process(target=be, args=(what, rank, size, str(folder), writer))
+        for rank, (_, writer) in enumerate(pipes)
     ]
+    for process in ranks:
+        process.start()
+    for _, writer in pipes:
+        writer.close()
     told: list[Any] = [None] * size
     try:
-        for rank, process in enumerate(ranks):
+        for rank, (reader, _) in enumerate(pipes):
             if (what, rank) == ("stopped", 1):
                 continue
-            text, _ = process.communicate(timeout=60)
-            told[rank] = json.loads(text) if text.strip() else None
+            assert reader.poll(60), f"rank {rank} hangs"
+            with contextlib.suppress(EOFError):
+                told[rank] = reader.recv()
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
     return told
 
 

@@ -1,4 +1,4 @@
-"""DDP in every synchronisation mode, and the loops of docs/training.md, with real processes under torchrun."""
+"""DDP in every synchronisation mode, and under torchrun the loop of docs/training.md and the example."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collectives.training.averaging import LocalAverager
 from collectives.training.recorder import Recorder
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
+from tests.support.torch_jobs import Told, told_by_all
 
 pytestmark = pytest.mark.thorough
 
@@ -43,27 +44,25 @@ def torchrun(processes: int, *command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def modes() -> list[dict[str, Any]]:
+def modes(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each of two ranks saw, by mode."""
-    text = torchrun(2, str(ROOT / "tests" / "jobs" / "torch_mode_ranks.py"))
-    found: list[dict[str, Any]] = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
-    return found
+    return told_by_all("torch_mode_ranks.py", tmp_path_factory.mktemp("modes"), ranks=2)
 
 
-def test_in_step_ranks_hold_the_same_bits(modes: list[dict[str, Any]]) -> None:
+def test_in_step_ranks_hold_the_same_bits(modes: Told) -> None:
     first, second = (told["BSP()"] for told in modes)
     assert first["digest"] == second["digest"]
     assert first["farthest"] is None
 
 
 @pytest.mark.parametrize("mode", ["SSP(staleness=1)", "ASP()"])
-def test_stale_ranks_have_used_the_same_gradients_in_the_end(modes: list[dict[str, Any]], mode: str) -> None:
+def test_stale_ranks_have_used_the_same_gradients_in_the_end(modes: Told, mode: str) -> None:
     first, second = (told[mode] for told in modes)
     assert first["digest"] == second["digest"]
     assert any(how.startswith(("stale", "asynchronous")) for how in first["how"])
 
 
-def test_no_rank_is_further_ahead_than_the_bound(modes: list[dict[str, Any]]) -> None:
+def test_no_rank_is_further_ahead_than_the_bound(modes: Told) -> None:
     """When a step begins; a step later the gap is one more at most."""
     assert all(told["SSP(staleness=1)"]["farthest"] <= 1 for told in modes)
 
@@ -71,7 +70,7 @@ def test_no_rank_is_further_ahead_than_the_bound(modes: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("mode", ["BSP()", "SSP(staleness=1)", "ASP()", "LocalSGD(every=4)"])
 @pytest.mark.parametrize("steps", ["linear", "uneven linear"])
 def test_every_gradient_is_in_the_parameters_of_every_rank_in_the_end(
-    modes: list[dict[str, Any]], mode: str, steps: str
+    modes: Told, mode: str, steps: str
 ) -> None:
     """Whole numbers, exactly; ten steps, which 4 does not divide, and eleven on one of the ranks."""
     for told in modes:
@@ -81,7 +80,7 @@ def test_every_gradient_is_in_the_parameters_of_every_rank_in_the_end(
 
 @pytest.mark.parametrize("mode", ["BSP()", "SSP(staleness=1)", "ASP()", "LocalSGD(every=4)"])
 def test_finish_leaves_the_same_bits_and_training_that_goes_on_without_it_is_warned_of(
-    modes: list[dict[str, Any]], mode: str
+    modes: Told, mode: str
 ) -> None:
     """With Adam, whose moments are each rank's own."""
     first, second = (told["momentum"][mode] for told in modes)
@@ -96,20 +95,20 @@ def test_finish_leaves_the_same_bits_and_training_that_goes_on_without_it_is_war
             assert warning.startswith(f"training in mode {mode} ended without finish")
 
 
-def test_a_loop_without_an_optimiser_says_when_parameters_have_moved(modes: list[dict[str, Any]]) -> None:
+def test_a_loop_without_an_optimiser_says_when_parameters_have_moved(modes: Told) -> None:
     for told in modes:
         for mode in ("SSP(staleness=1)", "LocalSGD(every=2)"):
             assert told["by hand"][mode]["weights"] == told["by hand"][mode]["right"]
 
 
-def test_one_that_does_not_say_so_is_an_error_in_the_third_step(modes: list[dict[str, Any]]) -> None:
+def test_one_that_does_not_say_so_is_an_error_in_the_third_step(modes: Told) -> None:
     for told in modes:
         found = told["by hand"]["LocalSGD(every=3)"]
         assert found["step"] == 2
         assert "call state.after_step(model.parameters()) after each update" in found["error"]
 
 
-def test_what_an_optimiser_computes_anew_inside_a_step_is_of_that_step(modes: list[dict[str, Any]]) -> None:
+def test_what_an_optimiser_computes_anew_inside_a_step_is_of_that_step(modes: Told) -> None:
     """LBFGS with closures, more on one rank than on the other: four steps, averaged after the second and the fourth."""
     first, second = (told["again"]["LBFGS"] for told in modes)
     assert first["passes"] < second["passes"]
@@ -139,7 +138,7 @@ def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_
 
 
 def test_parameters_that_move_to_and_fro_before_their_optimiser_steps_are_no_error(
-    modes: list[dict[str, Any]],
+    modes: Told,
 ) -> None:
     """Two gradients a step, so that each step ends with the average."""
     first, second = (told["again"]["SAM"] for told in modes)
@@ -148,7 +147,7 @@ def test_parameters_that_move_to_and_fro_before_their_optimiser_steps_are_no_err
     assert first["steps"] == 8
 
 
-def test_a_run_that_ends_before_it_was_time_is_averaged_and_reported(modes: list[dict[str, Any]]) -> None:
+def test_a_run_that_ends_before_it_was_time_is_averaged_and_reported(modes: Told) -> None:
     for told in modes:
         assert told["short"]["weights"] == told["short"]["right"]
         assert told["short"]["report"].startswith("hook on 2 ranks, 3 steps of ")
@@ -156,7 +155,7 @@ def test_a_run_that_ends_before_it_was_time_is_averaged_and_reported(modes: list
 
 
 def test_where_a_rank_has_fewer_batches_the_others_hear_that_this_may_be_the_cause(
-    modes: list[dict[str, Any]],
+    modes: Told,
 ) -> None:
     first, second = (told["uneven"] for told in modes)
     assert second is None
@@ -165,14 +164,14 @@ def test_where_a_rank_has_fewer_batches_the_others_hear_that_this_may_be_the_cau
     assert "with as many batches on each" in first
 
 
-def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: list[dict[str, Any]]) -> None:
+def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: Told) -> None:
     first, second = (told["LocalSGD(every=4)"] for told in modes)
     assert first["averaged"] == second["averaged"]
     assert len(first["averaged"]) == 3
     assert first["digest"] == first["averaged"][-1]
 
 
-def test_what_pulls_local_ranks_back_is_in_their_gradients(modes: list[dict[str, Any]]) -> None:
+def test_what_pulls_local_ranks_back_is_in_their_gradients(modes: Told) -> None:
     """w <- w - (g + (w - anchor) / 4), the anchor being the average after step 3."""
     ranks = len(modes)
     weights = np.zeros((ranks, 6))

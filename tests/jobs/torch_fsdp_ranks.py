@@ -1,4 +1,4 @@
-"""What one process of the tests of FSDP2 does: started by torchrun as one of four, it writes ``OUT/RANK.json``."""
+"""What one process of the tests of FSDP2 does: one of four, it writes ``OUT/RANK.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a torchrun job: DDP in every synchronisation mode; rank 0 prints what all ranks saw as JSON.
+"""One of two ranks: DDP in every synchronisation mode; what it saw is written to ``OUT/RANK.json``.
 
 The loops are those of a user: no call but `finish` and `close`.
 """
@@ -6,8 +6,10 @@ The loops are those of a user: no call but `finish` and `close`.
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,10 +228,8 @@ def main() -> None:
     told["momentum"] = {str(mode): momentum(mode) for mode in MODES}
     told["again"] = {name: again(name) for name in ("LBFGS", "SAM")}
     told["uneven"] = uneven(shared=True)
-    everything: list[Any] = [None] * size
-    dist.all_gather_object(everything, told)
-    if rank == 0:
-        print(json.dumps(everything), flush=True)
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    dist.barrier()
     let_go()
     dist.destroy_process_group()
 

@@ -1,15 +1,19 @@
-"""Jobs of torchrun: a program for each rank on this machine, and what the ranks have written."""
+"""Jobs of torch: a program for each rank on this machine, and what the ranks have written."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.checkout import ROOT
+from tests.support.forking import forking
 from tests.support.ports import free_port
 
 Told = list[dict[str, Any]]
@@ -49,7 +53,40 @@ def torchrun(
 
 
 def told_by_all(program: str, folder: Path, *, ranks: int, plan: str | None = None) -> Told:
-    """What every rank of a job that ends well has written."""
-    done, told = torchrun(program, folder, ranks=ranks, plan=plan)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return told
+    """What every rank of a job that ends well has written; without torchrun, its processes are forked."""
+    settings = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+    }
+    if plan is not None:
+        (folder / "plan.json").write_text(plan, encoding="utf-8")
+        settings["TOPOPLAN_PLAN"] = str(folder / "plan.json")
+    processes = [
+        forking().Process(target=_run, args=(program, folder, {**settings, "RANK": str(rank)}))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for rank, process in enumerate(processes):
+            process.join(180)
+            error = folder / f"{rank}.error"
+            assert process.exitcode == 0, error.read_text() if error.exists() else process.exitcode
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _run(program: str, folder: Path, settings: Mapping[str, str]) -> None:
+    """Be one rank."""
+    os.environ.update(settings)
+    sys.argv = [program, str(folder)]
+    try:
+        runpy.run_path(str(ROOT / "tests" / "jobs" / program), run_name="__main__")
+    except BaseException:
+        (folder / f"{settings['RANK']}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
