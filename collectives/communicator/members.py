@@ -167,7 +167,7 @@ class Members:
             made, news = watch.look(self.plans)
             self.notes = (*self.notes, *news)
             if news:
-                self._present = execution, watch.company
+                self._present = self._present[0], watch.company
             if made is not self.plans:
                 self._adopt(made, self.company)
         return watch.run(checked)
@@ -409,9 +409,8 @@ class Members:
 
     def _adopt(self, made: Plans, company: Company) -> None:
         """Go on with another plan for the same ranks."""
-        execution = self.execution
-        execution.exchange_plans(PlanStore(made))
-        self.plans, self._present = made, (execution, company)
+        self.execution.exchange_plans(PlanStore(made))
+        self.plans, self._present = made, (self._present[0], company)  # which may be closed meanwhile
         self._renew_sparse(range(len(self.ranks)))
 
     def _watch_anew(self) -> None:
