@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.handle import InOrder, Outcome
 from collectives.communicator.members import Members
 from collectives.sparse.explanation import Explanation
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 class SparseCollectives(ABC):
     """See `collectives.Communicator`."""
 
+    arrays: ArrayLibrary[Any]
     _members: Members
     _in_order: InOrder
 
@@ -173,7 +175,7 @@ class SparseCollectives(ABC):
             for rank, one in zip(self._members.ranks, listed, strict=False):
                 for name in LINES:
                     if one[name] is not None:
-                        self._members.execution.backend.arrays.check(one[name], rank=rank, what=name)
+                        self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state))
 
     def _explained(self, asked: SparseRequest) -> Explanation:

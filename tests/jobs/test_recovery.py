@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -41,6 +40,7 @@ from tests.faults.recovery import (
     plan_for,
 )
 from tests.support.checkout import ROOT
+from tests.support.forking import forking
 from tests.support.tcp_jobs import backends_in_threads, in_processes
 from topoplan.errors import BackendError, UsageError
 
@@ -243,8 +243,7 @@ def test_who_leaves_with_the_last_result_is_not_taken_for_dead(
     backend: str, dies: float | None, tmp_path: Path
 ) -> None:
     """Whether it was repeated or not, all have the same sum: that of all ranks, or without the one that died."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
+    context = forking()
     ranks = [
         context.Process(target=leaves_at_once, args=(rank, backend, str(tmp_path), dies), daemon=True)
         for rank in range(4)
