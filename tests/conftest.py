@@ -25,8 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time; `make test-random` searches among others, with --hypothesis-profile=random.
-hypothesis.settings.register_profile("fixed", derandomize=True)
-hypothesis.settings.register_profile("random", print_blob=True)
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("random", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
 collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]

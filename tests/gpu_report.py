@@ -1,15 +1,18 @@
 """One table of what holds on this machine's GPU: ``python -m tests.gpu_report [-o FILE.json] [--rows PATTERN,...]``.
 
-Needs a checkout and whatever CuPy, NCCL and torch are there: no network, no pip, no pytest. Every row runs in a process
-group of its own under a time limit, so a crash or a hang is that row's failure. What cannot run says why, without a
-process: the driver is asked here, libraries are looked for by name, and the row ``device`` tells the rest. The file is
-rewritten after each row. The exit status is the number of rows that failed, at most 100; a goal that is missed counts.
+The command needs a checkout and CuPy, NCCL and torch as installed: no network, no pip, no pytest. Every row runs in a
+process group of its own under a time limit, so a crash or a hang is that row's failure. A row that cannot run says why,
+without a process: the driver is asked here, libraries are looked for by name, and the row ``device`` tells the rest.
+The rows take at most 8 minutes together; a row that gets no time is "not run". The file is rewritten after each row,
+and the folder beside it keeps for each row all of its output, stacks of Python and NCCL's log. The exit status is the
+number of rows that failed, at most 100; a goal that is missed counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import os
 import shutil
@@ -34,15 +37,34 @@ RESULT = "gpu_report result: "
 """How the line begins in which a row's process tells what it has found."""
 
 FAILED = ("failed", "missed")
+VERDICTS = ("ok", *FAILED, "cannot run", "not run")
 MOST = 100
-SECONDS = 530.0
-"""Of all rows together; what has no time left has failed."""
+SECONDS = 460.0
+"""Of all rows together; with the start of the last one and the end of its processes that stays below 8 minutes."""
+
+STACKS_BEFORE = 5.0
+"""Seconds before its limit at which a row prints the stacks of its threads."""
 
 TAIL = 40
-"""Lines that are kept of what a failed row has printed."""
+"""Lines of a failed row's output that the file repeats; all of them are in the row's folder."""
+
+LIMIT, FOLDER = "GPU_REPORT_SECONDS", "GPU_REPORT_FOLDER"
+"""Environment variables of a row's processes: its limit, and the folder of its logs."""
+
+KERNELS = ROOT / "build" / "kernels"
+"""Compiled kernels, kept between rows and runs (`collectives.kernels.compiler.CACHE`)."""
+
+ROW_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # ranks that share a GPU wait for each other's kernels
+    "TOPOPLAN_KERNEL_CACHE": str(KERNELS),
+}
+"""Environment variables of every row's processes, where the caller has set none."""
 
 LIBRARIES = (
     "cupy",
+    "cuda",
     "nccl",
     "torch",
     "ml_dtypes",
@@ -125,12 +147,14 @@ class Outcome:
     ----------
     name : str
     verdict : str
-        "ok", "missed" (a goal), "failed", or "cannot run".
+        "ok", "missed" (a goal), "failed", "cannot run", or "not run" (no time was left).
     text : str
     seconds : float
     figures : dict
     output : str
         The end of what its process has printed, where it failed.
+    folder : str
+        Where all of its output, NCCL's log and further files are; empty if it did not run.
     """
 
     name: str
@@ -139,6 +163,7 @@ class Outcome:
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     output: str = ""
+    folder: str = ""
 
 
 # ---- what is known before
@@ -185,15 +210,34 @@ def program(name: str) -> str | None:
 COMMAND = (sys.executable, "-m", "tests.gpu_report")
 
 
-def run_row(
-    row: Row, seconds: float, extra: Mapping[str, str] | None = None, *, command: Sequence[str] = COMMAND
-) -> Outcome:
-    """Run a row in a process group of its own, which has ended when this returns."""
-    environment = {**os.environ, **(extra or {}), "PYTHONUNBUFFERED": "1"}
+def row_environment(row: Row, seconds: float, folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a row's process: the caller's, and what makes a failure explain itself."""
+    logs = {
+        "NCCL_DEBUG": "INFO" if row.name == "device" else "WARN",
+        "NCCL_DEBUG_FILE": str(folder / "nccl.%h.%p.log"),
+    }
+    environment = {**ROW_ENVIRONMENT, **logs, **os.environ, **extra}
+    environment |= {LIMIT: str(seconds), FOLDER: str(folder)}
     places = [str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    return environment
+
+
+def run_row(
+    row: Row,
+    seconds: float,
+    extra: Mapping[str, str] | None = None,
+    *,
+    command: Sequence[str] = COMMAND,
+    logs: Path,
+) -> Outcome:
+    """Run a row in a process group of its own, which has ended when this returns; its output goes into a folder."""
+    folder = logs / row.name.replace("/", "-")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    environment = row_environment(row, seconds, folder, extra or {})
     started = time.monotonic()
-    with tempfile.TemporaryFile() as printed:
+    with (folder / "output.txt").open("w+b") as printed:
         process = subprocess.Popen(
             [*command, "--row", row.name],
             cwd=ROOT,
@@ -213,7 +257,8 @@ def run_row(
             process.wait()
         printed.seek(0)
         text = printed.read().decode(errors="replace")
-    return judged(row.name, status, text, time.monotonic() - started, seconds)
+    outcome = judged(row.name, status, text, time.monotonic() - started, seconds)
+    return replace(outcome, folder=str(folder))
 
 
 def judged(name: str, status: int | None, text: str, seconds: float, limit: float) -> Outcome:
@@ -239,8 +284,16 @@ def judged(name: str, status: int | None, text: str, seconds: float, limit: floa
     return Outcome(name, found["verdict"], found["text"], seconds, found["figures"], kept)
 
 
+def print_stacks_before_the_limit(environment: Mapping[str, str] = os.environ) -> None:
+    """Make this process print the stacks of its threads shortly before the limit of its row."""
+    seconds = float(environment.get(LIMIT, "0"))
+    if seconds > STACKS_BEFORE:
+        faulthandler.dump_traceback_later(seconds - STACKS_BEFORE)
+
+
 def be_row(row: Row) -> None:
     """Run a row in this process, and print its result as the last line."""
+    print_stacks_before_the_limit()
     verdict, figures = "ok", {}
     try:
         found = row.run()
@@ -253,6 +306,8 @@ def be_row(row: Row) -> None:
     except Exception as error:
         traceback.print_exc()
         verdict, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     print(f"\n{RESULT}{json.dumps({'verdict': verdict, 'text': text, 'figures': figures})}", flush=True)
 
 
@@ -297,7 +352,7 @@ def report(
     *,
     tell: Callable[[Outcome], None],
     seconds: float = SECONDS,
-    run: Callable[[Row, float, Mapping[str, str]], Outcome] = run_row,
+    run: Callable[[Row, float, Mapping[str, str]], Outcome],
 ) -> list[Outcome]:
     """Run the rows one after another; what the row ``device`` finds is known to those behind it.
 
@@ -310,6 +365,7 @@ def report(
     seconds : float
         Of all together.
     run : callable
+        Runs a row under a limit in seconds, with further environment variables.
     """
     end = time.monotonic() + seconds
     outcomes = []
@@ -319,7 +375,7 @@ def report(
         if reason is not None:
             outcome = Outcome(row.name, "cannot run", reason)
         elif left < 1:
-            outcome = Outcome(row.name, "failed", f"no time left of {seconds:.0f} s; run it by --rows")
+            outcome = Outcome(row.name, "not run", f"no time left of {seconds:.0f} s; run it by --rows")
         else:
             shared = (
                 shared_gpu(facts.tools.get("nvidia-cuda-mps-control")) if row.shares_gpu else nullcontext({})
@@ -337,6 +393,8 @@ def line(outcome: Outcome, width: int) -> str:
     """An outcome in the table; further lines of its text stand below the first."""
     head = f"{outcome.name:<{width}}  {outcome.verdict:<10}  {outcome.seconds:>5.1f} s  "
     first, *rest = outcome.text.splitlines() or [""]
+    if outcome.verdict == "failed" and outcome.folder:
+        rest.append(f"see {outcome.folder}")
     return "\n".join([f"{head}{first}".rstrip(), *(f"{'':{len(head)}}{one}" for one in rest)])
 
 
@@ -423,10 +481,16 @@ def main(
         print(line(outcome, width), flush=True)
         saved(asked.output, facts, outcomes)
 
-    report(wanted, facts, tell=tell, seconds=seconds, run=partial(run_row, command=command))
+    logs = asked.output.parent / f"{asked.output.stem}-rows"
+    report(
+        wanted, facts, tell=tell, seconds=seconds, run=partial(run_row, command=command, logs=logs.resolve())
+    )
     failed = failures(outcomes)
-    done = sum(outcome.verdict == "ok" for outcome in outcomes)
-    print(f"{done} ok, {failed} failed or missed, {len(outcomes) - done - failed} cannot run; {asked.output}")
+    count = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in VERDICTS}
+    late = f", {count['not run']} not run" if count["not run"] else ""
+    print(
+        f"{count['ok']} ok, {failed} failed or missed, {count['cannot run']} cannot run{late}; {asked.output}"
+    )
     return min(failed, MOST)
 
 

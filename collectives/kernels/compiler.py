@@ -6,10 +6,14 @@ not have numpy's bits. So CuPy only loads here. A compiler needs neither a GPU n
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, cast
 
@@ -17,6 +21,9 @@ from topoplan.errors import UsageError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 """What every compilation is told besides its target; with ``-v`` the log says how many registers a kernel takes."""
+
+CACHE = "TOPOPLAN_KERNEL_CACHE"
+"""Environment variable that names the folder of compiled kernels; without it they are compiled in every process."""
 
 
 class Nvrtc(Protocol):
@@ -149,13 +156,42 @@ def _compiled_for(source: str, capability: int) -> bytes:
             f'NVRTC {major}.{minor}; use a newer GPU, or pip install "topoplan[cuda12]" in place of cuda13'
         )
     architecture, kind = target
-    return compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
+    folder = os.environ.get(CACHE)
+    if not folder:
+        return compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
+    about = repr((source, OPTIONS, architecture, kind, tuple(nvrtc.getVersion())))
+    path = Path(folder) / f"{hashlib.sha256(about.encode()).hexdigest()}.{kind}"
+    code = _read_code(path)
+    if code is None:
+        code = compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
+        with suppress(OSError):  # the cache saves time only
+            _write_code(path, code)
+    return code
+
+
+def _read_code(path: Path) -> bytes | None:
+    """Return the code of a cache file; None if it is missing or damaged."""
+    try:
+        digest, code = path.read_bytes().split(b"\n", 1)
+    except (OSError, ValueError):
+        return None
+    return code if digest == hashlib.sha256(code).hexdigest().encode() else None
+
+
+def _write_code(path: Path, code: bytes) -> None:
+    """Write a cache file, complete or not at all; several processes may write it at once."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+    os.replace(temporary, path)
 
 
 def load_kernel(cupy: ModuleType, source: str, name: str) -> Any:
-    """A kernel on the GPU that is current, compiled when no other GPU of its kind in this process has used it yet.
+    """Return a kernel on the current GPU, compiled unless this process or the cache has it for this kind of GPU.
 
-    That takes 0.1 to 0.2 s for a kernel, so nothing is kept on disk.
+    Compilation takes 0.1 to 0.2 s for a kernel. The cache is the folder that ``TOPOPLAN_KERNEL_CACHE`` names; its
+    files are keyed by source, options, architecture and compiler version. Only the user may write to it: its contents
+    are loaded into the GPU.
 
     Parameters
     ----------

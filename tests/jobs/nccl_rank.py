@@ -1,11 +1,12 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
 Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
-``OVERLAP``, ``GRAPHS``, ``ENGINE`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that
-ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and
-replayed, and say in how many seconds the error came; the communicator is unusable behind them. ``shrink`` and ``leave``
-come after such calls too: the last rank is killed, or left out and let in again, and the others go on, and say how and
-in how many seconds.
+``OVERLAP``, ``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``MACHINE`` and ``WAIT_SECONDS`` choose settings. The tasks
+are done one after another. Each rank prints its engine first, and a line for each task that ended well. ``refuse`` and
+``die`` come after calls whose graph was captured and replayed, and print in how many seconds the error came;
+``die-inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The communicator is
+unusable after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed, or left out and
+added again, and the others continue, and print how and in how many seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,20 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.nccl.backend import NcclBackend
+from tests.gpu_report import LIMIT, print_stacks_before_the_limit
 from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
+from topoplan.in_network import fully_used
 
 COUNTS = (0, 7, 1000003)
+SIZES = tuple(1 << shift for shift in range(10, 31, 2))
+"""Bytes of the messages whose rates are compared."""
+
 AFTERWARDS = (0, 7, 100_003)
 """Elements of collectives, before a rank is lost and behind."""
+
+REPLAYED = 1 << 20
+"""Elements of an array whose collective is captured and replayed."""
 
 ROUNDS = 4
 """The first call runs step by step, the second is captured, the rest are replayed."""
@@ -48,6 +58,7 @@ def start(
         "MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         **{name.upper(): str(value) for name, value in settings.items()},
+        LIMIT: str(timeout),
     }
     processes = [
         subprocess.Popen(
@@ -78,31 +89,40 @@ def refused_by_nccl(text: str) -> str | None:
     --------
     >>> refused_by_nccl("RuntimeError: NCCL_ERROR_INVALID_USAGE\\nMultiple Ranks are using the same GPU 0\\n")
     'Multiple Ranks are using the same GPU 0'
-    >>> refused_by_nccl("AttributeError: module 'cupy.cuda' has no attribute 'nccl'")
+    >>> refused_by_nccl("NCCL refuses: AttributeError: module 'cupy.cuda' has no attribute 'nccl'")
     """
-    told = ("NCCL refuses", "Multiple Ranks are using the same GPU", "Duplicate GPU detected")
+    told = ("Multiple Ranks are using the same GPU", "Duplicate GPU detected")
     return next((line.strip() for line in text.splitlines() if any(one in line for one in told)), None)
 
 
 def main() -> None:
     """Be one rank."""
+    print_stacks_before_the_limit()
     options: dict[str, Any] = {
         "lanes": os.environ.get("LANES", "steps"),
         "overlap": os.environ.get("OVERLAP", "1") == "1",
         "graphs": os.environ.get("GRAPHS", "1") == "1",
         "engine": os.environ.get("ENGINE", "messages"),
+        "exact": os.environ.get("EXACT", "1") == "1",
     }
     if os.environ.get("RANKS_PER_GPU"):
         options["ranks_per_gpu"] = int(os.environ["RANKS_PER_GPU"])
-    backend = NcclBackend.from_environment(timeout=30.0, **options)
+    timeout = float(os.environ.get("WAIT_SECONDS", "30"))
+    backend = NcclBackend.from_environment(timeout=timeout, **options)
     gpus = list(range(backend.size))
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=gpus)
-    comm = Communicator(plan, backend, chunk_bytes=int(os.environ.get("CHUNK", 1 << 20)), timeout=30.0)
+    plan = topoplan.plan(machine(os.environ.get("MACHINE", "dgx-1v")), "allreduce", gpus=gpus)
+    comm = Communicator(plan, backend, chunk_bytes=int(os.environ.get("CHUNK", 1 << 20)), timeout=timeout)
     try:
+        say(f"rank {backend.rank}: engine: {comm.engine}")
         for task in sys.argv[1].split(","):
             TASKS[task](comm, backend.rank)
     finally:
         comm.close()
+
+
+def machine(name: str) -> topoplan.Topology:
+    """Return a machine of the library or, for "probed", this one; its switches reduce and multicast if they can."""
+    return fully_used(topoplan.probe() if name == "probed" else topoplan.load(name))
 
 
 def say(text: str) -> None:
@@ -273,6 +293,81 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_inside(comm: Communicator, rank: int) -> None:
+    """The last rank kills itself instead of launching its kernel, for which those of the others wait."""
+    given, out = _replayed(comm)
+    if rank == comm.size - 1:
+        _engine(comm).queue = lambda *_, **__: killed()
+    _raises("die-inside", rank, lambda: comm.all_reduce(given + 1, out=out))
+
+
+def die_running(comm: Communicator, rank: int) -> None:
+    """The last rank kills itself while its kernel runs; every other rank raises."""
+    import cupy
+
+    given = cupy.zeros(1 << 26, dtype=np.float32)
+    out = cupy.empty(given.shape, dtype=given.dtype)
+    comm.all_reduce(given, out=out)
+    if rank == comm.size - 1:
+        Timer(0.2, killed).start()
+
+    def repeat() -> None:
+        for _ in range(1000):
+            comm.all_reduce(given, out=out)
+
+    _raises("die-running", rank, repeat)
+
+
+def _engine(comm: Communicator) -> Any:
+    """The windows engine of a communicator."""
+    backend: Any = comm._open().backend  # type: ignore[attr-defined]
+    assert backend._engine is not None, f"the engine is {comm.engine}"
+    return backend._engine
+
+
+def by_switch(comm: Communicator, rank: int) -> None:
+    """Sums that a switch may form: of integers the bits of loopback, of floats within the bound of another order."""
+    import cupy
+
+    assert "multicast" in comm.engine, f"the engine is {comm.engine}"
+    with Communicator(comm.plan) as reference:
+        for count in COUNTS:
+            generator = np.random.default_rng(count)
+            whole = [generator.integers(-(2**30), 2**30, count, dtype=np.int32) for _ in range(comm.size)]
+            line = [generator.standard_normal(count).astype(np.float32) for _ in range(comm.size)]
+            found = comm.all_reduce(cupy.asarray(whole[rank])).get()
+            assert found.tobytes() == reference.all_reduce(whole)[rank].tobytes(), f"int32 of {count} differs"
+            near = comm.all_reduce(cupy.asarray(line[rank])).get()
+            bound = 2 * comm.size * np.finfo(np.float32).eps * np.sum(np.abs(line), axis=0)
+            assert (np.abs(near - np.sum(line, axis=0)) <= bound).all(), f"float32 of {count} differs"
+    say(f"rank {rank}: by-switch: ok, {_stars(comm)} stars")
+
+
+def _stars(comm: Communicator) -> int:
+    """How many trees of the engine's plans a switch reduces or copies; raises if there is none."""
+    stars = sum(one[0].stars for one in _engine(comm)._plans.values() if one is not None)
+    assert stars, "no switch took part"
+    return stars
+
+
+def rates(comm: Communicator, rank: int) -> None:
+    """Rank 0 prints a line for each size: seconds of an allreduce, and of ncclAllReduce."""
+    import cupy
+
+    with _rival(cupy, comm, rank) as rival:
+        for nbytes in SIZES:
+            given = cupy.zeros(nbytes // 4, dtype=np.float32)
+            out = cupy.empty(given.shape, dtype=given.dtype)
+            own = _median(lambda given=given, out=out: comm.all_reduce(given, out=out))
+            theirs = _median(lambda given=given: rival(given))
+            if rank == 0:
+                say(
+                    f"rank 0: rates {nbytes}: {own * 1e6:.1f} us, ncclAllReduce {theirs * 1e6:.1f} us, "
+                    f"ratio {own / theirs:.2f}"
+                )
+    say(f"rank {rank}: rates: ok")
+
+
 def shrink(comm: Communicator, rank: int) -> None:
     """The last rank kills itself after a graph was replayed; the others go on."""
     given, out = _replayed(comm)
@@ -336,7 +431,7 @@ def graph(comm: Communicator, rank: int) -> None:
 def _replayed(comm: Communicator) -> tuple[Any, Any]:
     import cupy
 
-    given, out = (cupy.zeros(1 << 20, dtype=np.float32) for _ in range(2))
+    given, out = (cupy.zeros(REPLAYED, dtype=np.float32) for _ in range(2))
     for _ in range(ROUNDS):
         comm.all_reduce(given, out=out)
     return given, out
@@ -348,6 +443,8 @@ def _raises(task: str, rank: int, call: Callable[[], object]) -> None:
         call()
     except TopoplanError as error:
         say(f"rank {rank}: {task}: raised after {time.monotonic() - started:.3f} s: {error}")
+        for note in getattr(error, "__notes__", ()):  # the page and the flags of a kernel that waited
+            say("\n".join(f"rank {rank}: state: {line}" for line in note.splitlines()))
         return
     raise AssertionError(f"rank {rank}: {task}: no error")
 
@@ -359,6 +456,10 @@ TASKS: dict[str, Callable[[Communicator, int], None]] = {
     "time": measure,
     "refuse": refuse,
     "die": die,
+    "die-inside": die_inside,
+    "die-running": die_running,
+    "by-switch": by_switch,
+    "rates": rates,
     "shrink": shrink,
     "leave": leave,
     "graph": graph,

@@ -79,7 +79,7 @@ ROWS = (
     Row("fine", fine),
     Row("leaves", leaves),
     Row("crashes", crashes),
-    Row("hangs", hangs, 1.0),
+    Row("hangs", hangs, gpu_report.STACKS_BEFORE + 1.0),
     Row("noise", noise),
     Row("crashes-late", crashes_behind_its_result),
     Row("talks-late", talks_behind_its_result),

@@ -178,6 +178,9 @@ def fake_cupy(machine: Machine) -> ModuleType:
             for user in capture.users:
                 user.holding.add(self.captured)
 
+        def upload(self, stream: Stream | None = None) -> None:
+            """Nothing is to be uploaded here."""
+
         def launch(self, stream: Stream | None = None) -> None:
             machine.graph_launches += 1
             target = stream or current()

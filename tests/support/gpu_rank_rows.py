@@ -8,9 +8,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from tests.gpu_report import COMMAND, CannotRun, driver, last_line, program
+from tests.gpu_report import COMMAND, FOLDER, CannotRun, driver, last_line, program
 from tests.support.gpu_kernel_rows import cupy_here
 from tests.support.ports import free_port
 
@@ -106,12 +107,33 @@ def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: o
 
     place: dict[str, object] = {"ranks_per_gpu": count, **_first_gpu()} if shared else {}
     ended, text = start(count, tasks, port=free_port(), timeout=timeout, **place, **settings)
-    refused = refused_by_nccl(text) if shared and not ended else None
+    print(text)
+    refused = refused_by_nccl(text + _nccl_logs()) if shared and not ended else None
     if refused:
         raise CannotRun(f"NCCL does not run {count} ranks on this GPU: {refused}")
-    print(text)
-    assert ended or {"die", "shrink"} & {*tasks.split(",")}, last_line(text)
+    assert ended or any(task.startswith(("die", "shrink")) for task in tasks.split(",")), last_line(text)
     return text
+
+
+def _nccl_logs() -> str:
+    """Return what NCCL has written into the folder of this row."""
+    folder = os.environ.get(FOLDER)
+    logs = sorted(Path(folder).glob("nccl.*.log")) if folder else []
+    return "".join(log.read_text(errors="replace") for log in logs)
+
+
+def engine_of(text: str, kind: str = "") -> str:
+    """Return the engine that ranks have printed; raises if it is not of the kind that was asked for.
+
+    Examples
+    --------
+    >>> engine_of("rank 0: engine: windows over ipc (no windows)\\n", "ipc")
+    'windows over ipc (no windows)'
+    """
+    engines = said(text, "engine")
+    assert 0 in engines, f"no rank has printed its engine: {last_line(text)}"
+    assert engines[0].split(" (")[0].endswith(kind), f"the engine is {engines[0]}, and the row is on {kind}"
+    return engines[0]
 
 
 def collectives_of(
@@ -120,50 +142,55 @@ def collectives_of(
     *,
     shared: bool = True,
     timeout: float = 90.0,
+    kind: str = "",
     **settings: Any,
 ) -> str:
-    """Ranks that do tasks and end well."""
+    """Return what ranks that do tasks have printed; raises unless all end well, on an engine of this kind."""
     count = count or min(8, driver()[1])
     text = ranks(count, tasks, shared=shared, timeout=timeout, **settings)
     closed = seconds_of(text, "close", range(count), CLOSE_SECONDS)
     done = [f"{task} on {len(said(text, task))} ranks" for task in tasks.split(",") if task != "close"]
-    compared = said(text, "allreduce").get(0)
-    first = f"{compared}\n" if compared else ""
-    return f"{first}{', '.join(done)}; closed in {closed:.3f} s"
+    compared = [said(text, "allreduce").get(0), *re.findall(r"^rank 0: (rates \d+: .*)$", text, re.MULTILINE)]
+    lines = [f"{', '.join(done)}; closed in {closed:.3f} s", engine_of(text, kind), *filter(None, compared)]
+    return "\n".join(lines)
 
 
 def failure_of(
-    count: int, task: str, *, shared: bool, timeout: float = 90.0, **settings: object
+    count: int, task: str, *, shared: bool, timeout: float = 90.0, kind: str = "", **settings: object
 ) -> dict[str, Any]:
-    """How soon every rank that is left has raised, after a graph was captured and replayed."""
+    """Return how soon every surviving rank has raised and closed."""
     count = count or min(8, driver()[1])
     text = ranks(count, f"{task},close", shared=shared, timeout=timeout, **settings)
-    left = range(count - 1) if task == "die" else range(count)
+    engine = engine_of(text, kind)
+    left = range(count - 1) if task.startswith("die") else range(count)
     raised = seconds_of(text, task, left, ERROR_SECONDS)
     closed = seconds_of(text, "close", left, CLOSE_SECONDS)
-    if task == "die":
+    if task.startswith("die"):
         unnamed = [rank for rank in left if f"rank {count - 1} is gone" not in said(text, task)[rank]]
         assert not unnamed, f"ranks {unnamed} do not name rank {count - 1}: {said(text, task)}"
     return {
-        "text": f"every rank left raised within {raised:.3f} s and closed within {closed:.3f} s",
+        "text": f"every surviving rank raised within {raised:.3f} s and closed within {closed:.3f} s\n{engine}",
         "raised": raised,
         "closed": closed,
     }
 
 
 def going_on(
-    count: int, task: str, *, shared: bool, timeout: float = 90.0, **settings: object
+    count: int, task: str, *, shared: bool, timeout: float = 90.0, kind: str = "", **settings: object
 ) -> dict[str, Any]:
-    """How soon, and how, all ranks but the last have gone on without it, and whether it came back where it can."""
+    """Return how soon, and how, all ranks but the last continued without it, and whether it came back if it can."""
     count = count or min(8, driver()[1])
     text = ranks(count, f"{task},close", shared=shared, timeout=timeout, **settings)
+    engine = engine_of(text, kind)
     left = range(count - 1)
     seconds = seconds_of(text, task, left, GO_ON_SECONDS)
     closed = seconds_of(text, "close", left, CLOSE_SECONDS)
     back = said(text, "back")
     assert task != "leave" or len(back) == len(left), f"ranks {sorted(back)} have seen it come back"
     return {
-        "text": "\n".join([said(text, task)[0], *list(back.values())[:1], f"closed within {closed:.3f} s"]),
+        "text": "\n".join(
+            [said(text, task)[0], *list(back.values())[:1], f"closed within {closed:.3f} s", engine]
+        ),
         "seconds": seconds,
         "closed": closed,
     }

@@ -5,14 +5,17 @@ Libraries are imported in the rows, so that the table can be made where they are
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from tests.gpu_report import Facts, Need, Row
+from tests.gpu_report import FOLDER, Facts, Need, Row
+from tests.support import gpu_facts
 from tests.support import gpu_kernel_rows as kernels
 from tests.support import gpu_rank_rows as ranks
 from tests.support import gpu_windows_rows as windows
@@ -73,6 +76,7 @@ SHARED_GPU = (
         ),
     ),
 )
+MPS = (*SHARED_GPU, tool("nvidia-cuda-mps-control"))
 TORCH_CHECKS = (
     *TORCH,
     *(library(name, "the checks of torch are a test module") for name in ("pytest", "hypothesis")),
@@ -92,6 +96,11 @@ def device() -> dict[str, Any]:
         except Exception as error:
             lines.append(f"{part.__name__[1:]}: {type(error).__name__}: {' '.join(str(error).split())}")
     lines.append(f"numpy {found['numpy']}, python {found['python']}")
+    folder = os.environ.get(FOLDER)
+    found["facts"] = gpu_facts.facts(Path(folder) if folder else None)
+    known = found["facts"]["attributes"]
+    if isinstance(known, list):
+        found["multicast"] = all(one["multicast"] == 1 for one in known)
     assert "name" in found, "; ".join(lines)
     return {"text": "\n".join(lines), **found}
 
@@ -160,68 +169,75 @@ def _cuda(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
+MULTICAST = told("multicast", lambda found: None if found else "the driver shows no multicast on these GPUs")
+BINDINGS = library("cuda", 'pip install "topoplan[cuda12]" or "topoplan[cuda13]"')
+
 ALONE = partial(ranks.collectives_of, 1, "check,graph,close", shared=False, timeout=50.0)
 PAIR = partial(ranks.collectives_of, 2, shared=True)
 EACH = partial(ranks.collectives_of, 0, shared=False)
+DEATH = partial(ranks.failure_of, 0, shared=False, engine="windows")
 ON_EACH = (gpu, two_gpus, *NCCL)
 SANITIZER = (*CUPY, tool("compute-sanitizer"))
+SWITCHED = {"engine": "windows", "machine": "dgx-h100", "exact": 0}
+"""Settings of ranks whose sums a switch may form."""
 
 ROWS: tuple[Row, ...] = (
-    Row("device", device, 60, CUPY),
-    Row("kernels/joins", kernels.joins, 90, CUPY),
-    Row("kernels/averages", kernels.averages_and_copies, 60, CUPY),
-    Row("kernels/selection", kernels.selection, 90, CUPY),
-    Row("kernels/repeated", kernels.repeated_selection, 60, CUPY),
-    Row("kernels/feedback", kernels.feedback, 90, CUPY),
-    Row("bandwidth/joins", kernels.join_bandwidth, 60, CUPY),
-    Row("bandwidth/averages", kernels.average_bandwidth, 60, CUPY),
-    Row("bandwidth/select", kernels.select_bandwidth, 60, CUPY),
-    Row("bandwidth/feedback", kernels.feedback_bandwidth, 60, CUPY),
-    Row("loopback-gpu/graphs", partial(kernels.loopback, True), 60, CUPY),
-    Row("loopback-gpu/steps", partial(kernels.loopback, False), 60, CUPY),
-    Row("loopback-gpu/operations", kernels.operations, 60, CUPY),
-    Row(
-        "loopback-gpu/bfloat16", kernels.bfloat16, 60, (*CUPY, library("ml_dtypes", "pip install ml-dtypes"))
-    ),
-    Row("loopback-gpu/streams", kernels.background, 60, CUPY),
-    Row("loopback-gpu/sparse", kernels.sparse, 60, CUPY),
-    Row("loopback-gpu/shrink", kernels.shrunk, 60, CUPY),
+    Row("device", device, 90, CUPY),
     Row("nccl-1/messages", ranks.messages_to_itself, 60, NCCL),
-    Row("nccl-1/abort", ranks.abort_beside_a_graph, 40, NCCL),
-    Row("nccl-1/close", ranks.close_behind_a_graph, 40, NCCL),
     Row("nccl-1/back-end", ALONE, 60, NCCL),
-    Row("nccl-2/graphs", PAIR, 100, SHARED_GPU, True),
-    Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 100, SHARED_GPU, True),
-    Row("nccl-2/trees", partial(PAIR, "check,close", lanes="trees"), 100, SHARED_GPU, True),
-    Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 100, SHARED_GPU, True),
-    Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 100, SHARED_GPU),
-    Row("nccl-3/shrink", partial(ranks.going_on, 3, "shrink", shared=True), 100, SHARED_GPU),
-    Row("nccl-3/leave", partial(ranks.going_on, 3, "leave", shared=True), 100, SHARED_GPU, True),
-    Row("nccl-each/graphs", EACH, 100, ON_EACH),
-    Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
-    Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
-    Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 100, ON_EACH),
-    Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 100, ON_EACH),
-    Row("nccl-each/shrink", partial(ranks.going_on, 0, "shrink", shared=False), 100, ON_EACH),
-    Row("nccl-each/leave", partial(ranks.going_on, 0, "leave", shared=False), 100, ON_EACH),
+    Row("windows-1/region", partial(windows.region_of_one_rank, "windows"), 60, NCCL),
+    Row(
+        "windows-1/peer-access",
+        partial(windows.region_of_one_rank, "peer access", NCCL_WIN_ENABLE="0"),
+        60,
+        NCCL,
+    ),
+    Row("windows-1/multicast", windows.multicast_of_one_gpu, 40, (*CUPY, BINDINGS, MULTICAST)),
     *(Row(f"windows-1/{size}-ranks", partial(windows.one_gpu, size), 60, CUPY) for size in (2, 4, 8)),
     Row("windows-1/results", windows.results_in_arenas, 40, CUPY),
     Row("windows-1/graphs", windows.graphs, 40, CUPY),
     Row("windows-1/missing", windows.a_rank_is_missing, 40, CUPY),
-    Row("windows-1/sweep", windows.settings_swept, 60, CUPY),
-    Row("windows-each/check", partial(EACH, "check,allreduce,close", engine="windows"), 100, ON_EACH),
     Row(
-        "windows-each/death",
-        partial(ranks.failure_of, 0, "die", shared=False, engine="windows"),
+        "windows-each/multicast",
+        partial(EACH, "by-switch,close", kind="windows and multicast", **SWITCHED),
+        100,
+        (*ON_EACH, MULTICAST),
+    ),
+    Row(
+        "windows-each/windows",
+        partial(EACH, "check,sparse,close", engine="windows", kind="windows", nccl_nvls_enable=0),
         100,
         ON_EACH,
     ),
+    Row(
+        "windows-each/ipc",
+        partial(EACH, "check,close", engine="windows", kind="ipc", nccl_win_enable=0),
+        100,
+        ON_EACH,
+    ),
+    Row("windows-each/rates", partial(EACH, "allreduce,rates,close", engine="auto"), 60, ON_EACH),
+    Row(
+        "windows-each/probed",
+        partial(EACH, "allreduce,close", engine="windows", machine="probed", exact=0),
+        100,
+        ON_EACH,
+    ),
+    Row("windows-each/death", partial(DEATH, "die"), 60, ON_EACH),
+    Row("windows-each/death-inside", partial(DEATH, "die-inside"), 60, ON_EACH),
+    Row("windows-each/death-running", partial(DEATH, "die-running"), 60, ON_EACH),
     Row(
         "windows-each/shrink",
         partial(ranks.going_on, 0, "shrink", shared=False, engine="windows"),
-        100,
+        60,
         ON_EACH,
     ),
+    Row("nccl-each/graphs", EACH, 100, ON_EACH),
+    Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
+    Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
+    Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 60, ON_EACH),
+    Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 60, ON_EACH),
+    Row("nccl-each/shrink", partial(ranks.going_on, 0, "shrink", shared=False), 60, ON_EACH),
+    Row("nccl-each/leave", partial(ranks.going_on, 0, "leave", shared=False), 60, ON_EACH),
     Row("torch/streams", partial(ranks.torch_checks, "streams", "bad input"), 60, TORCH_CHECKS),
     Row("torch/hook-dense", partial(ranks.torch_checks, "hook, dense*"), 60, TORCH_CHECKS),
     Row("torch/hook-bfloat16", partial(ranks.torch_checks, "hook, in bfloat16*"), 60, TORCH_CHECKS),
@@ -245,9 +261,48 @@ ROWS: tuple[Row, ...] = (
         Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))
         for dtype in ("float32", "float16", "bfloat16", "float64")
     ),
-    Row("nccl-4/graphs", partial(ranks.collectives_of, 4, "check,graph,close"), 120, SHARED_GPU, True),
+    Row("kernels/joins", kernels.joins, 90, CUPY),
+    Row("kernels/averages", kernels.averages_and_copies, 60, CUPY),
+    Row("kernels/selection", kernels.selection, 90, CUPY),
+    Row("kernels/repeated", kernels.repeated_selection, 60, CUPY),
+    Row("kernels/feedback", kernels.feedback, 90, CUPY),
+    Row("kernels/windows", windows.every_kernel, 120, CUPY),
+    Row("loopback-gpu/graphs", partial(kernels.loopback, True), 60, CUPY),
+    Row("loopback-gpu/steps", partial(kernels.loopback, False), 60, CUPY),
+    Row("loopback-gpu/operations", kernels.operations, 60, CUPY),
+    Row(
+        "loopback-gpu/bfloat16", kernels.bfloat16, 60, (*CUPY, library("ml_dtypes", "pip install ml-dtypes"))
+    ),
+    Row("loopback-gpu/streams", kernels.background, 60, CUPY),
+    Row("loopback-gpu/sparse", kernels.sparse, 60, CUPY),
+    Row("loopback-gpu/shrink", kernels.shrunk, 60, CUPY),
+    Row("bandwidth/joins", kernels.join_bandwidth, 60, CUPY),
+    Row("bandwidth/averages", kernels.average_bandwidth, 60, CUPY),
+    Row("bandwidth/select", kernels.select_bandwidth, 60, CUPY),
+    Row("bandwidth/feedback", kernels.feedback_bandwidth, 60, CUPY),
+    Row("windows-1/sweep", windows.settings_swept, 60, CUPY),
+    Row("nccl-1/abort", ranks.abort_beside_a_graph, 40, NCCL),
+    Row("nccl-1/close", ranks.close_behind_a_graph, 40, NCCL),
     Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 50.0), 60, SANITIZER),
     Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 80.0), 90, SANITIZER),
+    Row("mps-2/windows", partial(PAIR, "check,close", engine="windows"), 60, MPS, True),
+    Row(
+        "mps-2/death-inside",
+        partial(ranks.failure_of, 2, "die-inside", shared=True, engine="windows"),
+        60,
+        MPS,
+        True,
+    ),
+    Row("nccl-2/graphs", PAIR, 60, SHARED_GPU, True),
+    Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 60, SHARED_GPU, True),
+    Row("nccl-2/trees", partial(PAIR, "check,close", lanes="trees"), 60, SHARED_GPU, True),
+    Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 60, SHARED_GPU, True),
+    Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 60, SHARED_GPU),
+    Row("nccl-3/shrink", partial(ranks.going_on, 3, "shrink", shared=True), 60, SHARED_GPU),
+    Row("nccl-3/leave", partial(ranks.going_on, 3, "leave", shared=True), 60, SHARED_GPU, True),
+    Row("nccl-4/graphs", partial(ranks.collectives_of, 4, "check,graph,close"), 60, SHARED_GPU, True),
     Row(ranks.SUBSET, ranks.small_subset, 120, CUPY, listed=False),
 )
-"""All of them, in the order in which they run: what others rest on first, what may take long last."""
+"""All rows in the order in which they run: never run on a GPU first, known kernels after them, and last the rows with
+several ranks on a GPU, which NCCL calls experimental and which may hang.
+"""

@@ -1,10 +1,13 @@
-"""Rows of `gpu_report` about the windows engine: ranks that share a GPU in one process, a stream each."""
+"""Rows of `gpu_report` about the windows engine in one process: its memory, its kernels, and ranks on a stream each."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,22 @@ from scipy.optimize import least_squares
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
+from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.engine import Engine
-from collectives.backends.nccl.regions import Region
+from collectives.backends.nccl.joint_steps import JointSteps
+from collectives.backends.nccl.library import described
+from collectives.backends.nccl.regions import Region, open_region
+from collectives.kernels.compiler import load_kernel
 from collectives.kernels.launching import Kernels
+from collectives.kernels.source import forest_kernel_names
 from collectives.lowering.transfer_table import result_blocks
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.signature import Signature
 from tests.gpu_report import CannotRun
 from tests.support.checkout import ROOT
 from tests.support.gpu_kernel_rows import cupy_here
+from tests.support.kernel_data import numpy_fuses
 from topoplan.hosts.gpu_identity import compute_capability
 from topoplan.plans.plan import Plan
 from topoplan.simulation.engine_costs import BLACKWELL, HOPPER, EngineCosts
@@ -96,6 +107,7 @@ class Ranks:
         for one, engine, call in zip(placed, self.engines, calls, strict=True):
             assert one is not None, "the arena is too small for the plan"
             memory = call.memory[0]
+            engine.begins(one)
             engine.queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
         self.wait()
 
@@ -104,6 +116,8 @@ class Ranks:
         for stream in self.streams:
             stream.synchronize()
         late = {rank: engine.waiting() for rank, engine in enumerate(self.engines) if engine.late}
+        if late:
+            print("\n".join(f"rank {rank}: {engine.state()}" for rank, engine in enumerate(self.engines)))
         assert not late, f"ranks waited {2 * SECONDS:g} s for (peer, row): {late}"
 
 
@@ -111,7 +125,10 @@ def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 
     """Results of some lengths, operations and types have the bits of loopback, again and again."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
     ranks = Ranks(cupy, size, arena=arena, **settings)
-    for dtype, op in (("float32", "sum"), ("float16", "avg"), ("int32", "max"), ("complex64", "prod")):
+    cases = [("float32", "sum"), ("float16", "avg"), ("int32", "max")]
+    if numpy_fuses():  # else numpy rounds complex products otherwise
+        cases.append(("complex64", "prod"))
+    for dtype, op in cases:
         for length in lengths:
             generator = np.random.default_rng(length)
             given = [cupy.zeros(length, dtype=dtype) for _ in range(size)]
@@ -176,6 +193,9 @@ def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settin
             stream.begin_capture()
             engine.queue(placed, int(memory.source.data.ptr), int(memory.result.data.ptr), captured=memory)
             made.append(stream.end_capture())
+        for graph, stream in zip(made, ranks.streams, strict=True):
+            graph.upload(stream)  # else the first launches do, one of which may wait for a kernel that waits
+            stream.synchronize()
         for seed in range(3):
             generator = np.random.default_rng(seed)
             arrays = [generator.standard_normal(length).astype(np.float32) for _ in range(size)]
@@ -189,6 +209,115 @@ def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settin
                 wanted = reference.all_reduce(arrays, op="avg")
             assert all(one.get().tobytes() == wanted[rank].tobytes() for rank, one in enumerate(out)), length
     return f"{len(lengths)} lengths, 3 replays each, right to the bit"
+
+
+def every_kernel() -> str:
+    """Each kernel of the engine is compiled, loaded and run once, without steps."""
+    cupy = cupy_here()
+    names = forest_kernel_names()
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        names = tuple(name for name in names if not name.startswith("switch_"))
+    engine = Ranks(cupy, 1, arena=4 << 20).engines[0]
+    started = time.perf_counter()
+    for name in names:
+        engine.loaded(name)
+    return f"{len(names)} kernels in {time.perf_counter() - started:.1f} s"
+
+
+THROUGH_THE_SWITCH = """
+extern "C" __global__ void through_the_switch(char* all, int count, unsigned value, unsigned* found) {
+    const int i = threadIdx.x;
+    if (i < count) asm volatile("multimem.st.relaxed.sys.global.u32 [%0], %1;" ::"l"(all + 4 * i), "r"(value + i));
+    __syncthreads();
+    asm volatile("fence.proxy.alias;" ::: "memory");
+    unsigned sum = 0;
+    if (i < count) {
+        asm volatile("multimem.ld_reduce.relaxed.sys.global.add.u32 %0, [%1];" : "=r"(sum) : "l"(all + 4 * i));
+        found[i] = sum;
+    }
+}
+"""
+"""A kernel that stores to a multicast address, and reads the sum over all members from there."""
+
+
+def check_multimem(cupy: Any, multicast: int, own: int, members: int) -> None:
+    """What is stored to a multicast address is in this GPU's memory, and its sum is that over all members."""
+    count, value = 64, 7
+    kernel = load_kernel(cupy, THROUGH_THE_SWITCH, "through_the_switch")
+    found = cupy.zeros(count, dtype=np.uint32)
+    kernel((1,), (count,), (np.int64(multicast), np.int32(count), np.uint32(value), found))
+    wanted = value + np.arange(count, dtype=np.uint32)
+    assert found.get().tolist() == (members * wanted).tolist(), "multimem.ld_reduce"
+    stored = np.zeros(count, dtype=np.uint32)
+    runtime = cupy.cuda.runtime
+    runtime.memcpy(stored.ctypes.data, own, stored.nbytes, runtime.memcpyDeviceToHost)
+    assert stored.tolist() == wanted.tolist(), "multimem.st"
+
+
+def multicast_of_one_gpu() -> str:
+    """Multimem instructions work on a multicast object that has this GPU only."""
+    cupy = cupy_here()
+    driver = import_module("cuda.bindings.driver")
+
+    def call(name: str, *arguments: Any) -> Any:
+        status, *values = getattr(driver, name)(*arguments)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise CannotRun(f"{name}: {status.name}")
+        return values[0] if values else None
+
+    cupy.zeros(1)  # a context
+    device = call("cuDeviceGet", cupy.cuda.Device().id)
+    about = driver.CUmulticastObjectProp()
+    about.numDevices, about.handleTypes, about.flags, about.size = 1, 0, 0, 2 << 20
+    which = driver.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_RECOMMENDED
+    size = about.size = int(call("cuMulticastGetGranularity", about, which))
+    group = call("cuMulticastCreate", about)
+    call("cuMulticastAddDevice", group, device)
+    place = driver.CUmemAllocationProp()
+    place.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    place.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    place.location.id = cupy.cuda.Device().id
+    memory = call("cuMemCreate", size, place, 0)
+    call("cuMulticastBindMem", group, 0, memory, 0, size, 0)
+    access = driver.CUmemAccessDesc()
+    access.location = place.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    addresses = []
+    for handle in (memory, group):
+        address = call("cuMemAddressReserve", size, size, 0, 0)
+        call("cuMemMap", address, size, 0, handle, 0)
+        call("cuMemSetAccess", address, size, [access], 1)
+        addresses.append(int(address))
+    check_multimem(cupy, addresses[1], addresses[0], 1)
+    return f"multimem.st and multimem.ld_reduce are right on a multicast object of {size >> 20} MiB"
+
+
+def region_of_one_rank(kind: str, **environment: str) -> str:
+    """The region of one rank is of this kind; kernels write to its own address and to the multicast address."""
+    os.environ.update(environment)  # before NCCL is loaded
+    cupy = cupy_here()
+    with Rendezvous("127.0.0.1:0", 1) as meeting:
+        backend = NcclBackend(cupy, TcpWorld(meeting.address, 0, 1, timeout=SECONDS), timeout=SECONDS)
+        device = cupy.cuda.Device()
+        steps = JointSteps(backend._world, timeout=SECONDS, here=lambda: device)
+        library, connections = backend.library, backend._connections
+        region = open_region(
+            cupy, library, connections, steps, rank=0, size=1, device=device.id, nbytes=64 << 20
+        )
+        assert isinstance(region, Region), f"no region: {region}"
+        print(f"{region.kind}: {region.why}")
+        array = region.array(1 << 20)
+        array[:] = np.uint8(7)
+        assert array.get().tolist() == [7] * (1 << 20), "its own address"
+        if region.multicast:
+            check_multimem(cupy, region.multicast, region.addresses[0], 1)
+        found = f"{region.kind}, {'multicast works' if region.multicast else f'no multicast ({region.why})'}"
+        del array
+        region.close(steps, lent=0)
+        backend.close()
+    if not region.kind.startswith(kind):
+        raise AssertionError(f"the kind is {region.kind}, and the row is on {kind}: {region.why}")
+    return f"{found}; {described(library)}"
 
 
 def one_gpu(size: int) -> str:
@@ -208,7 +337,7 @@ def one_gpu(size: int) -> str:
         # each byte is written to 2 (n - 1) slots and read there, read as input and written as result
         moved = nbytes * (2 * 2 * (size - 1) + 2 * size)
         parts.append(f"{nbytes} B {seconds * 1e6:.0f} us ({moved / seconds / 1e9:.0f} GB/s of memory)")
-    return f"right to the bit; {ranks.engines[0].blocks} blocks a rank; " + ", ".join(parts)
+    return f"right to the bit; one process, {ranks.engines[0].blocks} blocks a rank; " + ", ".join(parts)
 
 
 def _seconds(call: Any, runs: int = 9) -> float:
@@ -325,6 +454,7 @@ def a_rank_is_missing(size: int = 3) -> str:
                 memory = calls[rank].memory[0]
                 one = placed[rank]
                 assert one is not None
+                ranks.engines[rank].begins(one)
                 ranks.engines[rank].queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
         for stream in ranks.streams[:-1]:
             stream.synchronize()
@@ -332,6 +462,11 @@ def a_rank_is_missing(size: int = 3) -> str:
         assert all(engine.late for engine in ranks.engines[:-1])
         late = [engine.waiting() for engine in ranks.engines[:-1]]
         assert any(peer == size - 1 for peer, _ in late), late
+        states = [engine.state() for engine in ranks.engines[:-1]]
+        assert all("failed 1 (late)" in one and "waits in round" in one for one in states), states
+        assert small or all(re.search(r"flag at \d+ of the arena: 0, wanted 1 ", one) for one in states), (
+            states
+        )
         assert seconds < 5, f"{seconds:.1f} s for two launches that must each end after 1 s"
         found.append(f"{seconds:.2f} s")
     return f"along trees {found[0]}, all to all {found[1]}: every rank says whom it waits for"

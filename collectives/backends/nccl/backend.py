@@ -744,7 +744,11 @@ class NcclBackend(OneRank):
     def _end(self, failure: BackendError) -> None:
         """Abort the communicators, and give the GPU time to end what was queued: its memory is about to be given up."""
         self._guard.stop(failure)
+        engine = self._engine
         self._leave_engine(together=False)
+        if engine is not None and engine.waiting() != (None, None):
+            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
+                failure.add_note(engine.state())
         self._drop_graphs()
         self._connections.left(ABORT_SECONDS)
         if not self._drain() and self._connections.parent is not None:

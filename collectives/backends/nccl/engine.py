@@ -75,11 +75,19 @@ class Launch:
         What the kernel is told; None where there is none.
     grid : int
     messages : tuple of Message
+    counts : int
+        Address of the numbers that count the chunks of earlier collectives.
+    blocks, steps, ends : arrays
+        The tables of its phase (`Phase`), for reports of failures; None where there are none.
     """
 
     job: Any
     grid: int
     messages: tuple[Message, ...]
+    counts: int = 0
+    blocks: NDArray[np.int64] | None = None
+    steps: NDArray[np.void] | None = None
+    ends: NDArray[np.void] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -271,6 +279,62 @@ class Engine:
                 return (peers.pop(), None) if len(peers) == 1 else (None, None)
         return None, None
 
+    def state(self) -> str:
+        """Return what the page and the flags hold, a line for each block and each flag that is waited for.
+
+        It explains a collective that did not end. The kernel must have ended, since this copies from the GPU.
+        """
+        names = {LATE: "late", TOLD: "a rank of another domain gave up"}
+        failed = int(self._page[FAILED])
+        lines = [
+            f"page: stop {int(self._page[STOP])}, failed {failed} ({names.get(failed, 'see forest.cu')})"
+        ]
+        running = self._running
+        words = self._page[FIRST_BLOCK:].reshape(-1, 2).tolist()
+        for block, (done, waits) in enumerate(words):
+            if not done and not waits:
+                continue
+            phase, chunks = done >> 32, done & 0xFFFFFFFF
+            far = "complete" if chunks == COMPLETE else f"{chunks} chunks"
+            line = f"block {block}: phase {phase}, {far}"
+            if not waits:
+                lines.append(line)
+                continue
+            turn, peer, row = waits >> 40, (waits >> 24 & 0xFFFF) - 1, waits & 0xFFFFFF
+            lines.append(f"{line}, waits in round {turn} for rank {peer}, row {row}")
+            if running is not None and not running.small and phase < len(running.launches):
+                lines += self._flags_of(running.launches[phase], block, turn, peer, row)
+        return "\n".join(lines)
+
+    def _flags_of(self, launch: Launch, block: int, turn: int, peer: int, row: int) -> list[str]:
+        """Return a line for each flag from a peer that a block may wait for in a round."""
+        if launch.blocks is None or launch.steps is None or launch.ends is None or block >= launch.grid:
+            return []
+        lines = []
+        for step in launch.steps[launch.blocks[block] : launch.blocks[block + 1]]:
+            chunk = turn - int(step["level"])
+            for place in range(int(step["arrivals"] + step["departures"])):
+                end = launch.ends[step["first"] + place]
+                if (int(end["peer"]), int(end["row"])) != (peer, row) or end["count"] < 0 or chunk < 0:
+                    continue
+                arrives = place < step["arrivals"]
+                what, offset = ("data", end["data"]) if arrives else ("credit", end["credit"])
+                earlier = self._word(launch.counts + 8 * int(end["sent"]))
+                wanted = earlier + chunk + 1 - (0 if arrives else int(end["count"]))
+                found = self._word(self.region.addresses[self.region.rank] + int(offset))
+                lines.append(
+                    f"  {what} flag at {int(offset)} of the arena: {found}, wanted {wanted} "
+                    f"({earlier} of earlier collectives, chunk {chunk})"
+                )
+        return lines
+
+    def _word(self, address: int) -> int:
+        """Return 8 bytes of the GPU's memory as a number."""
+        word = np.zeros(1, dtype=np.uint64)
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
+        return int(word[0])
+
     def stop(self) -> None:
         """Tell the kernel to end, and all later ones; from any thread."""
         self._page[STOP] = 1
@@ -371,7 +435,7 @@ class Engine:
         tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
         job = self._job([*places, counts.data.ptr, number])
-        return Launch(job, len(blocks) - 1, phase.messages)
+        return Launch(job, len(blocks) - 1, phase.messages, counts.data.ptr, blocks, phase.steps, phase.ends)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
         """Put tables into the GPU's memory; where each lies."""
@@ -390,17 +454,20 @@ class Engine:
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
 
     def _ready(self, call: Call[Any], kind: str) -> Any:
-        """The kernel for a call, which has run once on nothing before any rank waits for it.
-
-        Its first launch may load it, and wait for the GPU.
-        """
+        """Return the kernel of a call, loaded."""
         averages = call.dtype in AVERAGED
-        name = forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, kind=kind)
+        return self.loaded(forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, kind=kind))
+
+    def loaded(self, name: str) -> Any:
+        """Return the kernel of this name, which has run once on nothing before any rank waits for it.
+
+        The first launch may load the kernel, and wait for the GPU.
+        """
         kernel = self._kernels.forest(name)
         if name not in self._ran:
             self._ran.add(name)
             zeros = self._cupy.zeros(4, dtype=np.uint64).data.ptr
-            small = kind == "small"
+            small = name.startswith("small_")
             job = self._job([0, 0, 0, *[zeros] * 4] if small else [*[zeros] * 4, 0])
             places = [0] * (2 if small else 3)
             threads = SMALL_THREADS if small else THREADS

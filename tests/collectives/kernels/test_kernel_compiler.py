@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,42 @@ def test_a_gpu_gets_machine_code_of_its_generation_and_one_that_is_newer_than_th
         cupy, codes = cupy_on(capability)
         assert load_kernel(cupy, source, "copy_4") == "copy_4"
         assert codes[0].startswith(begin)
+
+
+def test_a_cached_kernel_is_not_compiled_again_and_a_damaged_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = kernel_source(["copy_4"])
+    cupy, codes = cupy_on("90")
+    compiled: list[str] = []
+
+    def compile_once(source: str, *arguments: Any, **options: Any) -> Any:
+        compiled.append(source)
+        return compile_source(source, *arguments, **options)
+
+    monkeypatch.setattr(compiler, "compile_source", compile_once)
+    monkeypatch.setenv(compiler.CACHE, str(tmp_path / "kernels"))
+    for _ in range(2):
+        compiler._compiled_for.cache_clear()  # as in another process
+        load_kernel(cupy, source, "copy_4")
+    (kept,) = (tmp_path / "kernels").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-8])
+    compiler._compiled_for.cache_clear()
+    load_kernel(cupy, source, "copy_4")
+    compiler._compiled_for.cache_clear()
+    assert len(compiled) == 2
+    assert len(set(codes)) == 1
+    assert kept.stat().st_size == 65 + len(codes[0])
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compiler.CACHE, str(tmp_path / "file"))
+    compiler._compiled_for.cache_clear()
+    assert load_kernel(cupy_on("90")[0], kernel_source(["copy_4"]), "copy_4") == "copy_4"
+    compiler._compiled_for.cache_clear()
 
 
 def test_a_gpu_too_old_for_the_kernels_is_refused_with_what_to_install() -> None:
