@@ -22,6 +22,21 @@ class CUDARuntimeError(RuntimeError):
     """As CuPy's."""
 
 
+class Driver:
+    """``libcuda.so.1`` as `collectives.arrays.current_device` asks it; ``contexts`` are the devices that have one."""
+
+    def __init__(self, contexts: set[int]) -> None:
+        self._contexts = contexts
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, dev: Any, flags: Any, active: Any) -> int:
+        active._obj.value = dev.value in self._contexts
+        return 0
+
+
 class Unit:
     """Something that a stream does: done at once when it runs, unless ``work`` says False, that it must wait."""
 
@@ -101,7 +116,10 @@ class Capture:
 
 
 class Machine:
-    """Some GPUs.
+    """Some GPUs, as one process sees them.
+
+    Each thread has a current device, 0 at first. As in CUDA since release 12, making a device current makes its primary
+    context, and so does every call that works on the current one.
 
     Parameters
     ----------
@@ -112,6 +130,12 @@ class Machine:
 
     Attributes
     ----------
+    contexts : set of int
+        Devices on which this process has a context.
+    exclusive : set of int
+        Devices that are in compute mode EXCLUSIVE_PROCESS and have a context of another process.
+    first : int
+        Number on the host of the first GPU that this process sees.
     fault : int
         CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
     faults : dict of int to int
@@ -163,6 +187,30 @@ class Machine:
         self.opened: list[int] = []
         self.room = 1 << 34
         self.memory: dict[int, np.ndarray] = {}
+        self.contexts: set[int] = set()
+        self.exclusive: set[int] = set()
+        self.first = 0
+
+    def use(self, device: int) -> None:
+        """Make a device current in this thread."""
+        if not 0 <= device < self.gpus:
+            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+        self.here.device = device
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the context of the current device, and bind it to this thread."""
+        if self.device in self.exclusive:
+            raise CUDARuntimeError(
+                "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable"
+            )
+        self.contexts.add(self.device)
+        self.here.bound = True
+
+    @property
+    def bound(self) -> bool:
+        """Whether this thread has a context, which calls of the driver need."""
+        return getattr(self.here, "bound", False)
 
     def allocate(self, size: int) -> int:
         room = np.full(size + 4096, POISON, dtype=np.uint8)
@@ -172,6 +220,8 @@ class Machine:
         return int(address)
 
     def free(self, ptr: int) -> None:
+        if not ptr:
+            return
         with self.lock:
             self.kept.append(self.memory.pop(ptr))  # some kernel may look there yet
 

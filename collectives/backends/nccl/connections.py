@@ -28,6 +28,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from collectives.arrays.current_device import use_device
 from collectives.backends.nccl.library import Library, Link, NcclFailed, described, find_library
 from collectives.peers.blame import Waiting
 from collectives.peers.peers import World, waits_for_nothing
@@ -269,7 +270,8 @@ class Connections:
 
         def run() -> None:
             # why the communicators end is told already, and one that cannot be freed is all that remains of it
-            with suppress(Exception), self._cupy.cuda.Device(self._device):
+            with suppress(Exception):
+                use_device(self._cupy, self._device)
                 leave()
 
         thread = threading.Thread(target=run, name="nccl farewell", daemon=True)
@@ -307,22 +309,24 @@ class Connections:
     def join(self, begin: Callable[[], Link]) -> Link:
         """One more communicator, with all who begin the same; waits for them until it is aborted.
 
+        The rank's GPU becomes current in the thread that calls this.
+
         Raises
         ------
         NcclFailed
             NCCL refuses.
         """
-        with self._cupy.cuda.Device(self._device):
-            link = begin()
-            with self._calls:
-                late = self._ended
-                # so that it can be aborted while it still looks for the others
-                self._made.append(link)
-            if late:
-                self._drop(link)
-            while not self._ready(link):
-                time.sleep(LOOK_SECONDS)
-            return link
+        use_device(self._cupy, self._device)
+        link = begin()
+        with self._calls:
+            late = self._ended
+            # so that it can be aborted while it still looks for the others
+            self._made.append(link)
+        if late:
+            self._drop(link)
+        while not self._ready(link):
+            time.sleep(LOOK_SECONDS)
+        return link
 
     def _check(self) -> None:
         if self._ended:

@@ -10,9 +10,11 @@ Addresses are those of kernels; of its own memory too a rank knows no other one.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
+import threading
 import time
 import weakref
 from collections import Counter
@@ -26,9 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives.arrays.free_room import FreeRoom
-from collectives.backends.nccl.connections import Connections
-from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
+from collectives.backends.nccl.connections import ABORT_SECONDS, Connections
+from collectives.backends.nccl.joint_steps import JointSteps, StepFailed, in_words
 from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, Windows, described
+from collectives.peers.peers import World
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
 
@@ -66,6 +69,9 @@ class Mapped(Protocol):
         StepFailed
             It cannot be had.
         """
+
+    def cancel(self) -> None:
+        """End what this rank waits for in `open`, which has failed on some rank."""
 
     def close(self, steps: JointSteps) -> None:
         """Give everything back, all ranks at this time; else it is left alone until the process ends."""
@@ -173,7 +179,22 @@ class _Rank:
     queues: int
     nccl: str
     windows: bool
-    teams: int
+    team: int
+
+
+def count_ranks_per_gpu(cupy: ModuleType, world: World, device: int, *, timeout: float) -> int:
+    """Return how many ranks of a job share a GPU, at most; all ranks call it.
+
+    GPUs are counted by host and PCI bus id. What a process calls its GPU, and how many it sees, differ between ranks
+    that a launcher gives one GPU each.
+
+    Raises
+    ------
+    BackendError
+        A rank does not come.
+    """
+    own = json.dumps([_host(), cupy.cuda.runtime.deviceGetPCIBusId(device)])
+    return max(Counter(world.texts(own, timeout=timeout)).values())
 
 
 def open_region(
@@ -208,10 +229,10 @@ def open_region(
     link = connections.have(1)[0]
 
     def look() -> dict[str, Any]:
-        teams = 0
+        team = 0
         if windows is not None:
             with suppress(NcclFailed), connections.call():
-                teams = windows.teams(link)
+                team = windows.team(link)
         return {
             "host": _host(),
             "process": _process(),
@@ -221,7 +242,7 @@ def open_region(
             "queues": _queues(os.environ.get(QUEUES, "")),
             "nccl": described(library),
             "windows": windows is not None,
-            "teams": teams,
+            "team": team,
         }
 
     try:
@@ -236,7 +257,7 @@ def open_region(
         ways: list[tuple[Mapped, tuple[int, ...]]] = []
         if not why:
             assert windows is not None, "rank by rank"
-            domains = (0,) * size if all(one.teams == 1 for one in ranks) else by_host
+            domains = (0,) * size if all(one.team == size for one in ranks) else by_host
             ways.append((_Windows(cupy, library, windows, steps, rank, domains, nbytes), domains))
         ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host))
         for way, reached in ways:
@@ -244,8 +265,9 @@ def open_region(
                 addresses, multicast, less = way.open()
                 _find_each_other(steps, rank, addresses, runtime)
             except StepFailed as failed:
-                _abandoned.append(way)
-                why = f"{why}; and {failed}" if why else f"no windows: {failed}"
+                _leave(way, steps)
+                version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _Windows) else ""
+                why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
                 continue
             sharing, words = max(gpus.values()), "; ".join(text for text in (why, less) if text)
             return Region(
@@ -282,9 +304,24 @@ def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int
 def _no_windows(ranks: Sequence[_Rank]) -> str:
     """Why NCCL has no windows on some rank; empty where all may have them."""
     old = next((number for number, one in enumerate(ranks) if not one.windows), None)
-    return (
-        "" if old is None else f"windows need nccl4py with NCCL 2.29.7, and rank {old} has {ranks[old].nccl}"
-    )
+    if old is None:
+        return ""
+    return f"windows need nccl4py and NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
+
+
+def _leave(way: Mapped, steps: JointSteps) -> None:
+    """Give back what a failed `Mapped.open` has made, unless a call of it is still under way on some rank."""
+    way.cancel()
+    ended, closed = steps.idle(ABORT_SECONDS), False
+    try:
+        closed = all(steps.take(lambda: ended))
+        if closed:
+            way.close(steps)
+    except StepFailed:
+        pass
+    finally:
+        if not closed:
+            _abandoned.append(way)
 
 
 def _find_each_other(steps: JointSteps, rank: int, addresses: Sequence[int], runtime: Any) -> None:
@@ -342,27 +379,32 @@ class _Windows:
         self._link: Link | None = None
         self._memory = 0
         self._window: Window | None = None
+        self._failed = threading.Event()
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
         ids = self._steps.take(self._unique_id)
-        support = self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
-        self._need(
-            [able for able, _ in support], "NCCL has no windows among these GPUs (NCCL_DEBUG=INFO tells more)"
-        )
-        self._need(self._steps.take(self._register), "NCCL makes no window")
+        self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
+        for number, made in enumerate(self._steps.take(self._register)):
+            if not made:
+                raise StepFailed(number, "NCCL has no windows among these GPUs; NCCL_DEBUG=INFO tells more")
         seen = self._steps.take(self._addresses)
         for number, one in enumerate(seen):
             if not all(one):
                 raise StepFailed(number, "NCCL does not reach the memory of all GPUs beside it")
-        copies = all(one for _, one in support)
-        groups = self._steps.take(self._multicast if copies else lambda: 0)
+        groups = self._steps.take(self._multicast)
         addresses = [0] * self._size
         for peer, address in zip(self._members, seen[self._rank], strict=True):
             addresses[peer] = address
-        if not all(groups):
+        for number, (_, refused) in enumerate(groups):
+            if refused:
+                return tuple(addresses), 0, f"no multicast address: rank {number}: {refused}"
+        if not all(address for address, _ in groups):
             return tuple(addresses), 0, "no multicast address: not in these GPUs, or NCCL_NVLS_ENABLE=0"
         self.kind = "windows and multicast"
-        return tuple(addresses), groups[self._rank], ""
+        return tuple(addresses), groups[self._rank][0], ""
+
+    def cancel(self) -> None:
+        self._failed.set()
 
     def close(self, steps: JointSteps) -> None:
         # a step, since destroying a communicator waits for the other ranks
@@ -379,6 +421,10 @@ class _Windows:
     def _give_back(self) -> None:
         link, memory = self._link, self._memory
         self._link, self._memory = None, 0
+        if link is not None and self._failed.is_set():
+            with suppress(NcclFailed):
+                link.abort()  # to destroy it would wait for a rank that has not joined
+            link = None
         with suppress(NcclFailed):
             if memory:
                 self._windows.free(memory)
@@ -386,20 +432,13 @@ class _Windows:
             if link is not None:
                 link.destroy()
 
-    def _need(self, told: Sequence[bool], what: str) -> None:
-        for number, one in enumerate(told):
-            if not one:
-                self.close(self._steps)
-                raise StepFailed(number, what)
-
     def _unique_id(self) -> str:
         return self._library.unique_id().hex() if self._rank == self._members[0] else ""
 
-    def _connect(self, unique_id: bytes) -> tuple[bool, bool]:
+    def _connect(self, unique_id: bytes) -> None:
         place = self._members.index(self._rank)
         self._link = self._library.connect(len(self._members), place, unique_id)
         self._settle()
-        return self._windows.support(self._link)
 
     def _register(self) -> bool:
         assert self._link is not None, "the step before"
@@ -416,7 +455,7 @@ class _Windows:
         assert self._link is not None, "the step before"
         end = time.monotonic() + self._steps.timeout
         while not self._link.ready():
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._failed.is_set():
                 raise NcclFailed("nothing, and does not end")
             time.sleep(1e-3)
 
@@ -424,9 +463,13 @@ class _Windows:
         assert self._window is not None, "made by all"
         return [self._window.address(place) for place in range(len(self._members))]
 
-    def _multicast(self) -> int:
+    def _multicast(self) -> tuple[int, str]:
+        """Return the multicast address or 0, and why NCCL refuses one: then the windows stay without."""
         assert self._window is not None, "made by all"
-        return self._window.multicast()
+        try:
+            return self._window.multicast(), ""
+        except NcclFailed as error:
+            return 0, in_words(error)
 
 
 # ---- CUDA's own means
@@ -460,6 +503,9 @@ class _ByCuda:
         given = self._steps.take(self._allocate)
         return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
 
+    def cancel(self) -> None:
+        """See `Mapped.cancel`: nothing here waits for other ranks."""
+
     def close(self, steps: JointSteps) -> None:
         runtime = self._runtime
         with suppress(runtime.CUDARuntimeError):
@@ -467,8 +513,9 @@ class _ByCuda:
                 runtime.ipcCloseMemHandle(address)
         with suppress(StepFailed, TopoplanError):
             steps.take(lambda: None)  # nobody has it open any more
+            memory, self._memory = self._memory, 0
             with suppress(runtime.CUDARuntimeError):
-                runtime.free(self._memory)
+                runtime.free(memory)
 
     def _here(self, peer: int) -> bool:
         """Whether a rank is one of this process."""
