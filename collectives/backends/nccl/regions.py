@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives.arrays.free_room import FreeRoom
-from collectives.backends.nccl.connections import ABORT_SECONDS, Connections
+from collectives.backends.nccl.connections import ABORT_SECONDS, Connections, short_of_shared_memory
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed, in_words
 from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, Windows, described
 from collectives.peers.peers import World
@@ -437,8 +437,11 @@ class _Windows:
 
     def _connect(self, unique_id: bytes) -> None:
         place = self._members.index(self._rank)
-        self._link = self._library.connect(len(self._members), place, unique_id)
-        self._settle()
+        try:
+            self._link = self._library.connect(len(self._members), place, unique_id)
+            self._settle()
+        except NcclFailed as error:
+            raise NcclFailed(f"{error}{short_of_shared_memory()}") from error
 
     def _register(self) -> bool:
         assert self._link is not None, "the step before"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl import regions
+from collectives.backends.nccl import connections, regions
 from collectives.backends.nccl.backend import NcclBackend
 from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
@@ -219,6 +219,36 @@ def test_a_refused_multicast_address_costs_no_windows(
         "windows over windows (no multicast address: rank 0: NCCL reports NCCL_ERROR_UNHANDLED_CUDA_ERROR; "
         "NCCL_DEBUG=WARN tells more)"
     )
+
+
+@pytest.mark.parametrize(("free", "named"), [(64 << 20, True), (0, True), (1 << 30, False)])
+@pytest.mark.parametrize("first", [True, False], ids=["messages", "windows"])
+def test_a_small_folder_of_shared_memory_is_named_where_nccl_does_not_start(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, first: bool, free: int, named: bool
+) -> None:
+    import sys
+
+    machine.gpus, machine.peers = 2, True
+    core: Any = sys.modules["nccl.core"]
+    bindings: Any = sys.modules["nccl.bindings.nccl"]
+    genuine = core.Communicator.init
+
+    def init(nranks: int, rank: int, unique_id: Any, config: Any = None) -> Any:
+        # the communicator of windows is the second one
+        if first or any(
+            isinstance(one, fake_nccl.Comm) and one.device == machine.device for one in machine.kept
+        ):
+            raise bindings.NCCLError("NCCL_ERROR_SYSTEM_ERROR")
+        return genuine(nranks, rank, unique_id, config)
+
+    monkeypatch.setattr(core.Communicator, "init", init)
+    space = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=1 << 18)
+    monkeypatch.setattr(connections.os, "statvfs", lambda path: space)
+    text = str(run(cupy, 2, lambda comm, rank: about(comm, rank)[0])[0])
+    assert "NCCL_ERROR_SYSTEM_ERROR" in text
+    size = "0B" if not free else "64MB"
+    told = f"; /dev/shm has {size} free of 1GB, which can be too little for NCCL (docker run --shm-size=1g)"
+    assert (told in text) == named, text
 
 
 @pytest.mark.parametrize(
