@@ -1,11 +1,11 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
-Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
-``OVERLAP``, ``GRAPHS``, ``ENGINE`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that
-ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and
-replayed, and say in how many seconds the error came; the communicator is unusable behind them. ``shrink`` and ``leave``
-come after such calls too: the last rank is killed, or left out and let in again, and the others go on, and say how and
-in how many seconds.
+Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``, ``OVERLAP``,
+``GRAPHS``, ``ENGINE``, ``CHUNK`` and ``COUNTS`` (of elements, for ``check``) choose settings. The tasks are done one
+after another. A rank that ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph
+has been captured and replayed, and say in how many seconds the error came; the communicator is unusable behind them.
+``shrink`` and ``leave`` come after such calls too: the last rank is killed, or left out and let in again, and the
+others go on, and say how and in how many seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collectives.backends.nccl.backend import NcclBackend
 from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
 
-COUNTS = (0, 7, 1000003)
+COUNTS = tuple(int(count) for count in os.environ.get("COUNTS", "0 7 1000003").split())
 AFTERWARDS = (0, 7, 100_003)
 """Elements of collectives, before a rank is lost and behind."""
 

@@ -14,11 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -93,7 +92,24 @@ class World:
     shrunk: dict[tuple[int, ...], World] = field(default_factory=dict)
     """The communicators that were made of it, by the ranks that stay."""
 
+    def come(self, rank: int) -> bool:
+        """Note that a rank has come; whether it is the first time."""
+        new = rank not in self.here
+        self.here.add(rank)
+        return new
+
+    def complete(self) -> bool:
+        return len(self.here) == self.size
+
+    def call(self, sides: Iterable[tuple[str, int, int]]) -> None:
+        """Note which sides of which pairs have called."""
+        self.met.update(sides)
+
+    def called(self, sides: Iterable[tuple[str, int, int]]) -> bool:
+        return self.met.issuperset(sides)
+
     def match(self) -> None:
+        """Move what both sides of a pair have come for."""
         for pair, sent in self.sends.items():
             wanted = self.receives.get(pair, deque())
             while sent and wanted:
@@ -123,14 +139,16 @@ class Comm:
         self.connecting: Callable[[], bool] = self.all_here
         machine.kept.append(self)
         with machine.lock:
-            self.world = machine.worlds.setdefault(unique_id, World(size)) if world is None else world
+            if world is None and unique_id not in machine.worlds:
+                make = machine.make_world
+                machine.worlds[unique_id] = World(size) if make is None else make(unique_id, size)
+            self.world: World = machine.worlds[unique_id] if world is None else world
             assert self.world.size == size
-            if rank in self.world.here:
+            if not self.world.come(rank):
                 machine.misuses.append(f"rank {rank}: comes a second time")
-            self.world.here.add(rank)
 
     def all_here(self) -> bool:
-        return len(self.world.here) == self.world.size
+        return self.world.complete()
 
     def ready(self) -> bool:
         return self.aborted or self.connecting()
@@ -270,8 +288,8 @@ class Groups:
         pairs = [(kind, comm.rank, peer) for kind, peer, _, _ in calls]
         other = {"send": "receive", "receive": "send"}
         wanted = {(other[kind], peer, rank) for kind, rank, peer in pairs}
-        comm.world.met.update(pairs)
-        comm.connecting = lambda: wanted <= comm.world.met
+        comm.world.call(pairs)
+        comm.connecting = lambda: comm.world.called(wanted)
         capture = self.streams[stream].capture
         if capture is not None:
             capture.users.add(comm)
@@ -510,7 +528,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
 
 def nccl_faces(machine: Any, streams: Mapping[int, Any]) -> dict[str, ModuleType]:
     """The modules of both packages, by name, for one machine."""
-    groups, numbers = Groups(machine, streams), count()
+    groups, numbers = Groups(machine, streams), machine.numbers
     core, bindings = nccl4py_modules(machine, groups, numbers)
     faces = (nccl_module(machine, groups, numbers), core, bindings)
     return {face.__name__: face for face in faces}

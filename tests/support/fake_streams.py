@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,10 @@ class Machine:
         CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
     faults : dict of int to int
         So for one GPU.
+    make_world : callable or None
+        Makes what joins the ranks of a unique id, where they are not threads of this process.
+    numbers : iterator of int
+        NCCL's unique ids.
     misuses : list of str
         What NCCL forbids and was done.
     message_bytes : dict of bool to int
@@ -174,6 +179,8 @@ class Machine:
         self.graph_launches = 0
         self.here = threading.local()
         self.worlds: dict[bytes, Any] = {}
+        self.make_world: Callable[[bytes, int], Any] | None = None
+        self.numbers: Iterator[int] = count()
         self.async_error = ""
         self.fault = 0
         self.faults: dict[int, int] = {}

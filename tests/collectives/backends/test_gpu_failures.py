@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +19,15 @@ from collectives.backends.nccl.backend import NcclBackend
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.signature import Signature
+from tests.jobs import nccl_rank
 from tests.support import fake_nccl
+from tests.support.fake_processes import customized
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
 
@@ -468,6 +472,21 @@ def test_arrays_made_after_the_back_end_are_on_its_gpu_and_no_rank_makes_a_conte
         wanted = reference.all_reduce(arrays)[0].tobytes()
     assert found == [(rank + 1, [wanted] * 4) for rank in range(2)]
     assert machine.contexts == {1, 2}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("one_each", [False, True], ids=["all GPUs", "one GPU each"])
+def test_processes_of_a_launcher_work_on_a_gpu_each_and_on_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_each: bool
+) -> None:
+    """What the report runs on real GPUs, in two processes with stand-ins of their own."""
+    for name, value in customized(tmp_path, gpus=3, one_each=one_each).items():
+        monkeypatch.setenv(name, value)
+    ended, text = nccl_rank.start(2, "check,close", port=free_port(), timeout=120, counts="7")
+    assert ended, text
+    assert text.count("check: ok") == 2
+    for rank in range(2):
+        assert f"rank {rank}: contexts [{rank}], misuses []" in text
 
 
 @pytest.mark.parametrize(
