@@ -39,7 +39,7 @@ from collectives.backends.nccl.engine import BLOCKS, KEPT, SLOT_BYTES, Engine, P
 from collectives.backends.nccl.joint_steps import JointSteps, in_words
 from collectives.backends.nccl.kernel_program import WHOLE
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
-from collectives.backends.nccl.regions import UNIT, count_ranks_per_gpu, open_region
+from collectives.backends.nccl.regions import NOT_READY, UNIT, count_ranks_per_gpu, open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.lowering.transfer_table import Given
 from collectives.peers.error_rounds import Gather
@@ -61,9 +61,6 @@ REGION_BYTES = 256 << 20
 
 DRAIN_SECONDS = 1.0
 """Time for the GPU to end what was queued, once the communicators are aborted."""
-
-NOT_READY = 600
-"""CUDA's cudaErrorNotReady, which is no error."""
 
 TOLD_SECONDS = 1.0
 """Time for a rank that gave up to tell why."""

@@ -26,11 +26,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.arrays.free_room import FreeRoom
 from collectives.backends.nccl.connections import ABORT_SECONDS, Connections, short_of_shared_memory
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed, in_words
 from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, Windows, described
+from collectives.kernels.compiler import load_kernel
+from collectives.kernels.source import TRY_PEERS, peers_source
 from collectives.peers.peers import World
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
@@ -48,6 +51,16 @@ QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 """How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
 
 STREAMS = 2
+
+TRIAL_SECONDS = 10.0
+"""Time for a peer's stores to be seen, before a region is refused."""
+
+TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
+"""Threads of the kernel that tries the peers, bytes of a rank in an arena, and what the kernel says of a peer whose
+stores have come; as in ``try_peers.cu``."""
+
+NOT_READY = 600
+"""CUDA's cudaErrorNotReady, which is no error."""
 
 PROCESS = secrets.token_hex(8)
 """Of this process: numbers of processes are alike in several containers of a host."""
@@ -69,9 +82,6 @@ class Mapped(Protocol):
         StepFailed
             It cannot be had.
         """
-
-    def cancel(self) -> None:
-        """End what this rank waits for in `open`, which has failed on some rank."""
 
     def close(self, steps: JointSteps) -> None:
         """Give everything back, all ranks at this time; else it is left alone until the process ends."""
@@ -254,17 +264,20 @@ def open_region(
         order = list(dict.fromkeys(one.host for one in ranks))
         by_host = tuple(order.index(one.host) for one in ranks)
         why = _no_windows(ranks)
-        ways: list[tuple[Mapped, tuple[int, ...]]] = []
+        ways: list[tuple[Mapped, tuple[int, ...], threading.Event]] = []
         if not why:
             assert windows is not None, "rank by rank"
             domains = (0,) * size if all(one.team == size for one in ranks) else by_host
-            ways.append((_Windows(cupy, library, windows, steps, rank, domains, nbytes), domains))
-        ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host))
-        for way, reached in ways:
+            given_up = threading.Event()
+            by_nccl = _Windows(cupy, library, windows, steps, rank, domains, nbytes, given_up)
+            ways.append((by_nccl, domains, given_up))
+        ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
+        for way, reached, given_up in ways:
             try:
                 addresses, multicast, less = way.open()
-                _find_each_other(steps, rank, addresses, runtime)
+                _Trial(cupy, rank, addresses, given_up).take(steps)
             except StepFailed as failed:
+                given_up.set()
                 _leave(way, steps)
                 version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _Windows) else ""
                 why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
@@ -280,6 +293,10 @@ def open_region(
 
 def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int) -> str:
     """Why no kind of region is possible, in one line; empty if one may be."""
+    if TRIAL_BYTES * len(ranks) > nbytes:
+        return (
+            f"a region of {format_size(nbytes)} is too small for {len(ranks)} ranks; give more region_bytes"
+        )
     for number, one in enumerate(ranks):
         wanted = gpus[one.host, one.gpu] * nbytes + SPARE
         if one.free < wanted:
@@ -310,8 +327,7 @@ def _no_windows(ranks: Sequence[_Rank]) -> str:
 
 
 def _leave(way: Mapped, steps: JointSteps) -> None:
-    """Give back what a failed `Mapped.open` has made, unless a call of it is still under way on some rank."""
-    way.cancel()
+    """Give back what an attempt that failed has made, unless a call of it is still under way on some rank."""
     ended, closed = steps.idle(ABORT_SECONDS), False
     try:
         closed = all(steps.take(lambda: ended))
@@ -324,30 +340,84 @@ def _leave(way: Mapped, steps: JointSteps) -> None:
             _abandoned.append(way)
 
 
-def _find_each_other(steps: JointSteps, rank: int, addresses: Sequence[int], runtime: Any) -> None:
-    """See that every address leads to the arena that it should: each rank looks for the marks of all it reaches."""
-    word = np.zeros(1, dtype=np.int64)
+class _Trial:
+    """Tries by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
 
-    def leave() -> int:
-        word[0] = mark = secrets.randbits(62)
-        runtime.memcpy(addresses[rank], word.ctypes.data, 8, runtime.memcpyHostToDevice)
-        return mark
+    Parameters
+    ----------
+    cupy : module
+    rank : int
+    addresses : sequence of int
+        As `Mapped.open` gives them.
+    given_up : threading.Event
+        Set when another rank has failed.
+    """
 
-    def look() -> None:
-        for peer, address in enumerate(addresses):
-            if not address:
-                continue
-            runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
-            if word[0] != marks[peer]:
-                raise UsageError(f"finds other memory where that of rank {peer} should be")
+    def __init__(self, cupy: Any, rank: int, addresses: Sequence[int], given_up: threading.Event) -> None:
+        self._cupy = cupy
+        self._rank, self._ranks = rank, len(addresses)
+        self._addresses = addresses
+        self._given_up = given_up
+        self._kernel: Any = None
+        self._stream: Any = None
+        self._memory: Any = None
 
-    def clear() -> None:
-        runtime.memset(addresses[rank], 0, 8)
+    def take(self, steps: JointSteps) -> None:
+        """Try it, all ranks at this time.
+
+        Raises
+        ------
+        StepFailed
+            The kernel of some rank does not hear of a peer, or not what that has stored.
+        """
+        flags = steps.take(self._prepare)
+        seconds = min(TRIAL_SECONDS, steps.timeout / 2)
+        steps.take(lambda: self._run(flags, seconds))
+        steps.take(self._clear)
+
+    def _prepare(self) -> int:
+        """Load the kernel, and run it once without ranks: that must not come while another one waits."""
+        cuda = self._cupy.cuda
+        self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
+        self._page[:] = 0
+        self._kernel = load_kernel(self._cupy, peers_source(), TRY_PEERS)
+        self._stream = cuda.Stream(non_blocking=True)
+        self._launch(0, 0.0)
+        self._stream.synchronize()
+        return secrets.randbits(62) + 1
+
+    @property
+    def _page(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._memory, dtype=np.uint64, count=1 + 3 * self._ranks)
+
+    def _launch(self, ranks: int, seconds: float) -> None:
+        numbers = (self._memory.ptr, self._rank, ranks, int(seconds * 1e9))
+        with self._stream:
+            self._kernel((1,), (TRIAL_THREADS,), tuple(np.int64(number) for number in numbers))
+
+    def _run(self, flags: Sequence[int], seconds: float) -> None:
+        page, end = self._page, time.monotonic() + seconds
+        _, heard, arenas, sent = np.split(page, [1, 1 + self._ranks, 1 + 2 * self._ranks])
+        arenas[:], sent[:] = self._addresses, flags
+        self._launch(self._ranks, 2 * seconds)
+        runtime = self._cupy.cuda.runtime
+        while (status := runtime.streamQuery(self._stream.ptr)) == NOT_READY:
+            if time.monotonic() > end or self._given_up.is_set():
+                page[0] = 1
+            if time.monotonic() > end + 2 * seconds:
+                _abandoned.append(self)
+                raise UsageError("its GPU does not end the kernel that tries the memory of its peers")
+            time.sleep(1e-4)
+        runtime.check_status(status)
+        for peer, (address, found) in enumerate(zip(self._addresses, heard.tolist(), strict=True)):
+            if address and found != HEARD:
+                what = "hears nothing of" if not found else "sees a flag without the data before it of"
+                raise UsageError(f"its GPU {what} that of rank {peer}, whose stores it should see")
+
+    def _clear(self) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memset(self._addresses[self._rank], 0, TRIAL_BYTES * self._ranks)
         runtime.deviceSynchronize()
-
-    marks = steps.take(leave)
-    steps.take(look)
-    steps.take(clear)
 
 
 # ---- windows
@@ -367,6 +437,7 @@ class _Windows:
         rank: int,
         domains: tuple[int, ...],
         nbytes: int,
+        given_up: threading.Event,
     ) -> None:
         self._cupy = cupy
         self._library = library
@@ -379,7 +450,7 @@ class _Windows:
         self._link: Link | None = None
         self._memory = 0
         self._window: Window | None = None
-        self._failed = threading.Event()
+        self._given_up = given_up
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
         ids = self._steps.take(self._unique_id)
@@ -403,9 +474,6 @@ class _Windows:
         self.kind = "windows and multicast"
         return tuple(addresses), groups[self._rank][0], ""
 
-    def cancel(self) -> None:
-        self._failed.set()
-
     def close(self, steps: JointSteps) -> None:
         # a step, since destroying a communicator waits for the other ranks
         with suppress(StepFailed, TopoplanError):
@@ -421,7 +489,7 @@ class _Windows:
     def _give_back(self) -> None:
         link, memory = self._link, self._memory
         self._link, self._memory = None, 0
-        if link is not None and self._failed.is_set():
+        if link is not None and self._given_up.is_set():
             with suppress(NcclFailed):
                 link.abort()  # to destroy it would wait for a rank that has not joined
             link = None
@@ -458,7 +526,7 @@ class _Windows:
         assert self._link is not None, "the step before"
         end = time.monotonic() + self._steps.timeout
         while not self._link.ready():
-            if time.monotonic() > end or self._failed.is_set():
+            if time.monotonic() > end or self._given_up.is_set():
                 raise NcclFailed("nothing, and does not end")
             time.sleep(1e-3)
 
@@ -505,9 +573,6 @@ class _ByCuda:
         self._steps.take(self._look)
         given = self._steps.take(self._allocate)
         return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
-
-    def cancel(self) -> None:
-        """See `Mapped.cancel`: nothing here waits for other ranks."""
 
     def close(self, steps: JointSteps) -> None:
         runtime = self._runtime
