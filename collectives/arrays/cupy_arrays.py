@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.current_device import on_device
 from collectives.arrays.numpy_arrays import numpy_dtype
 from collectives.kernels.launching import Kernels
 from collectives.kernels.source import ELEMENTS
@@ -87,7 +88,7 @@ class CupyArrays:
         self.plain: tuple[type[Any], ...] = (cupy.ndarray,)
         self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
         self._called: deque[Any] = deque()
-        with cupy.cuda.Device(self.device):
+        with on_device(cupy, self.device):
             self.stream: Any = cupy.cuda.Stream(non_blocking=True)
             self.kernels = Kernels(cupy)
 
@@ -110,7 +111,7 @@ class CupyArrays:
         ------
         cupy.cuda.Stream
         """
-        with self._cupy.cuda.Device(self.device), self.stream as stream:
+        with on_device(self._cupy, self.device), self.stream as stream:
             while self._called:
                 stream.wait_event(self._called.popleft())
             yield stream
@@ -137,13 +138,13 @@ class CupyArrays:
                 f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
-        with self._cupy.cuda.Device(self.device):
+        with on_device(self._cupy, self.device):
             self.behind(self._cupy.cuda.get_current_stream())
         return found
 
     def behind(self, stream: Any) -> None:
         """Let what is next done in `here` wait for what a stream of this GPU was told to do."""
-        with self._cupy.cuda.Device(self.device):
+        with on_device(self._cupy, self.device):
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(stream)
         self._called.append(event)

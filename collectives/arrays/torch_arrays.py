@@ -116,7 +116,7 @@ class TorchArrays:
         return (array.device.index or 0) if on_gpu(array) else None
 
     def check(self, array: object, *, rank: int, what: str) -> torch.Tensor:
-        """See `ArrayLibrary.check`: plain dense contiguous tensors only."""
+        """See `ArrayLibrary.check`: plain dense contiguous tensors only, and not while the GPU's work is captured."""
         if type(array) not in self.plain:
             raise UsageError(
                 f"rank {rank} has a {type(array).__name__} instead of a plain torch tensor as its {what}; "
@@ -127,6 +127,12 @@ class TorchArrays:
         if fault:
             raise UsageError(f"rank {rank} has a tensor as its {what} that {fault}")
         if on_gpu(array):
+            if torch.cuda.is_current_stream_capturing():
+                raise UsageError(
+                    f"rank {rank} has an {what} on a stream that is captured in a CUDA graph (torch.cuda.graph, "
+                    'torch.compile(mode="reduce-overhead")), and collectives on tensors are not captured; call it '
+                    "outside the graph, or capture it on CuPy arrays"
+                )
             # its memory is not given away before the collective has used it
             array.record_stream(self.stream(array.device))
             self._checked.on_gpu = True  # by this thread

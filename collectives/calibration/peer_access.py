@@ -14,6 +14,7 @@ from itertools import permutations
 from statistics import median
 from types import ModuleType, TracebackType
 
+from collectives.arrays.current_device import on_device
 from topoplan.calibration.matching import Seen
 from topoplan.errors import ProbeError
 
@@ -42,7 +43,7 @@ class PeerAccess:
     """
 
     def __init__(self, cupy: ModuleType, gpus: Sequence[Seen]) -> None:
-        self._cuda = cupy.cuda
+        self._cupy = cupy
         self._gpus = tuple(gpus)
         self._found: set[Ordered] = set()
         self._on: set[Ordered] = set()
@@ -79,12 +80,12 @@ class PeerAccess:
             The driver refuses; the message names the pair.
         TooManyPeersError
         """
-        runtime = self._cuda.runtime
+        runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
             if (gpu, peer) in self._on:
                 continue
             try:
-                with self._cuda.Device(gpu.ordinal):
+                with on_device(self._cupy, gpu.ordinal):
                     runtime.deviceEnablePeerAccess(peer.ordinal)
             except runtime.CUDARuntimeError as error:
                 if error.status == TOO_MANY_PEERS:
@@ -96,10 +97,10 @@ class PeerAccess:
 
     def off(self, pairs: Sequence[Ordered]) -> None:
         """Switch access off again; ProbeError as `on`."""
-        runtime = self._cuda.runtime
+        runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
             try:
-                with self._cuda.Device(gpu.ordinal):
+                with on_device(self._cupy, gpu.ordinal):
                     runtime.deviceDisablePeerAccess(peer.ordinal)
             except runtime.CUDARuntimeError as error:
                 raise _refused("off", gpu, peer, error) from None

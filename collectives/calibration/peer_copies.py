@@ -21,6 +21,7 @@ from itertools import pairwise, permutations
 from statistics import median
 from types import ModuleType
 
+from collectives.arrays.current_device import on_device
 from collectives.calibration.peer_access import PeerAccess
 from topoplan.calibration.matching import Seen, match_gpus
 from topoplan.calibration.samples import Measurement, MemoryCopy, PairSamples
@@ -98,7 +99,7 @@ def device_buffers(
     try:
         for gpu in gpus:
             try:
-                with cupy.cuda.Device(gpu.ordinal):
+                with on_device(cupy, gpu.ordinal):
                     for _ in range(2):
                         held.append((gpu.ordinal, runtime.malloc(nbytes)))
             except runtime.CUDARuntimeError as error:
@@ -111,7 +112,7 @@ def device_buffers(
     finally:
         for ordinal, address in held:
             # After a failed copy the driver may refuse everything; the error that is on its way says why.
-            with suppress(runtime.CUDARuntimeError), cupy.cuda.Device(ordinal):
+            with suppress(runtime.CUDARuntimeError), on_device(cupy, ordinal):
                 runtime.free(address)
 
 
@@ -203,7 +204,7 @@ def _copy_times(
     falling = sorted(sizes, reverse=True)
     rounds: list[list[float]] = []
     try:
-        with cuda.Device(src.ordinal):
+        with on_device(cupy, src.ordinal):
             stream = cuda.Stream(non_blocking=True)
             marks = [cuda.Event() for _ in range(len(falling) + 1)]
 

@@ -189,6 +189,15 @@ def forest_source(names: Iterable[str]) -> str:
     return "\n".join([_template(*templates), *lines, ""])
 
 
+TRY_PEERS = "try_peers"
+"""The kernel that tries stores and flags between GPUs."""
+
+
+def peers_source() -> str:
+    """Return the CUDA source of the kernel `TRY_PEERS`."""
+    return _template("forest.cu", "try_peers.cu")
+
+
 def _line(name: str) -> str:
     kind, _, rest = name.partition("_")
     op, _, dtype = rest.partition("_")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
+from collectives.arrays.current_device import on_device
 from collectives.kernels.selection_source import KEY_BITS
 from collectives.selection.gpu_addend import Addend
 from collectives.selection.gpu_passes import Passes
@@ -51,7 +52,7 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
     dtype = _dtype(cupy, x, "x")
     count = _checked(k, x.size)
     refuses = _refuses(nan)
-    with cupy.cuda.Device(x.device.id):
+    with on_device(cupy, x.device.id):
         line = cupy.ascontiguousarray(x).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=False)
         passes.select()
@@ -111,7 +112,7 @@ def feed_gpu(
         )
     count = _checked(k, residual.size)
     refuses = _refuses(nan)
-    with cupy.cuda.Device(residual.device.id):
+    with on_device(cupy, residual.device.id):
         bound = _bound(cupy, threshold, residual.device.id)
         line, more = residual.reshape(-1), cupy.ascontiguousarray(gradient).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=True)

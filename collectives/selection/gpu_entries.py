@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
+from collectives.arrays.current_device import on_device
 from collectives.kernels.feedback_source import GIVEN, entries_form
 from collectives.kernels.selection_launching import selection_kernels
 from collectives.kernels.source import INDICES
@@ -37,7 +38,7 @@ def add_entries_gpu(total: Any, indices: Any, values: Any) -> None:
     """
     cupy: Any = load_cupy("gpu selection")
     _check(cupy, total, indices, values)
-    with cupy.cuda.Device(total.device.id):
+    with on_device(cupy, total.device.id):
         index, number = cupy.ascontiguousarray(indices), cupy.ascontiguousarray(values)
         if not index.size:
             return

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
+from collectives.arrays.current_device import on_device
 from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import selection_kernels
 from collectives.selection.error_feedback import ErrorFeedback
@@ -63,7 +64,7 @@ class GpuErrorFeedback:
         self._cupy = cupy
         self.momentum = momentum
         self.step = 0
-        with cupy.cuda.Device(cupy.cuda.Device().id if device is None else device):
+        with on_device(cupy, cupy.cuda.runtime.getDevice() if device is None else device):
             self.residual: Any = cupy.zeros(size, dtype=dtype)
             self.velocity: Any = cupy.zeros(size, dtype=dtype) if momentum else None
             self._momentum: Any = cupy.asarray(np.array([momentum], dtype))
@@ -93,7 +94,7 @@ class GpuErrorFeedback:
         """
         dtype = self._checked(gradient, k)
         cupy = self._cupy
-        with cupy.cuda.Device(self.residual.device.id):
+        with on_device(cupy, self.residual.device.id):
             line = cupy.ascontiguousarray(gradient).reshape(-1)
             added = Feedback(line, dtype, self.velocity, self._momentum)
             kind = self.residual.dtype.name
@@ -133,7 +134,7 @@ class GpuErrorFeedback:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as numpy copies: `ErrorFeedback` can go on from it, and the other way round."""
-        with self._cupy.cuda.Device(self.residual.device.id):
+        with on_device(self._cupy, self.residual.device.id):
             return {
                 "residual": self.residual.get(),
                 "velocity": None if self.velocity is None else self.velocity.get(),
@@ -159,7 +160,7 @@ class GpuErrorFeedback:
             raise UsageError(
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
-        with self._cupy.cuda.Device(self.residual.device.id):
+        with on_device(self._cupy, self.residual.device.id):
             self._fill(self.residual, residual)
             if self.velocity is not None:
                 self._fill(self.velocity, velocity)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
+from collectives.arrays.current_device import on_device
 from collectives.selection.gpu import topk_gpu
 from collectives.selection.gpu_entries import add_entries_gpu
 from collectives.selection.gpu_error_feedback import GpuErrorFeedback
@@ -154,7 +155,7 @@ def encode_entries_gpu(indices: Any, values: Any) -> Any:
     (n (index bytes + value bytes),) CuPy array of uint8
     """
     cupy: Any = load_cupy("gpu selection")
-    with cupy.cuda.Device(indices.device.id):
+    with on_device(cupy, indices.device.id):
         parts = [cupy.ascontiguousarray(part).view(np.uint8) for part in (indices, values)]
         message = cupy.empty(indices.nbytes + values.nbytes, dtype=np.uint8)
         message[: indices.nbytes] = parts[0]
@@ -187,7 +188,7 @@ def decode_entries_gpu(message: Any, *, size: int, dtype: str) -> tuple[Any, Any
             "decode it with the size and dtype that it was encoded with"
         )
     border = message.size // entry * index.itemsize
-    with cupy.cuda.Device(message.device.id):
+    with on_device(cupy, message.device.id):
         return _seen_as(cupy, message[:border], index), _seen_as(cupy, message[border:], value)
 
 

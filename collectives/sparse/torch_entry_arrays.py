@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from collectives.arrays.current_device import on_device
 from collectives.arrays.torch_arrays import TorchArrays
 from collectives.arrays.torch_on_cupy import check_cupy, gpu_device, stream_on_cupy
 from collectives.selection.gpu_error_feedback import GpuErrorFeedback
@@ -52,7 +53,7 @@ class TorchEntryArrays(GpuEntryArrays):
         stream = self._library.stream(gpu_device(self._gpu))
         if self._seen is None or self._seen[0] is not stream:
             self._seen = (stream, stream_on_cupy(self._cupy, stream, self._gpu))
-        with self._library.here(), self._cupy.cuda.Device(self._gpu), self._seen[1]:
+        with self._library.here(), on_device(self._cupy, self._gpu), self._seen[1]:
             yield
             stream.synchronize()  # not after an error: nothing more may ever end there
 

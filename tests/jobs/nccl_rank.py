@@ -1,8 +1,8 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
 Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
-``OVERLAP``, ``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``MACHINE`` and ``WAIT_SECONDS`` choose settings. The tasks
-are done one after another. Each rank prints its engine first, and a line for each task that ended well. ``refuse`` and
+``OVERLAP``, ``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``COUNTS`` (of elements, for ``check``), ``MACHINE`` and
+``WAIT_SECONDS`` choose settings. The tasks are done one after another. Each rank prints its engine first, and a line for each task that ended well. ``refuse`` and
 ``die`` come after calls whose graph was captured and replayed, and print in how many seconds the error came;
 ``die-inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The communicator is
 unusable after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed, or left out and
@@ -33,7 +33,7 @@ from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
 from topoplan.in_network import fully_used
 
-COUNTS = (0, 7, 1000003)
+COUNTS = tuple(int(count) for count in os.environ.get("COUNTS", "0 7 1000003").split())
 SIZES = tuple(1 << shift for shift in range(10, 31, 2))
 """Bytes of the messages whose rates are compared."""
 

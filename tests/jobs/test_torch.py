@@ -118,6 +118,7 @@ def test_the_stand_ins_for_streams_and_groups_have_the_names_of_torchs_own() -> 
                 assert named(getattr(one, name)) == named(getattr(real, name)), name
     assert named(fake.current_stream) == named(torch.cuda.current_stream)
     assert named(fake.stream) == named(torch.cuda.stream)
+    assert named(fake.is_current_stream_capturing) == named(torch.cuda.is_current_stream_capturing)
     assert {"device", "record_stream", "is_cuda"} <= {*dir(torch.Tensor), *dir(torch.cuda.Stream)}
     group = {name for name in vars(fake.Batches) if not name.startswith("__") and name != "_told"}
     assert group <= set(dir(torch.distributed.ProcessGroup))

@@ -110,7 +110,8 @@ def test_tensors_are_summed_where_they_lie_with_the_bits_of_loopback(
         return comm.engine, found, half.float().tolist()
 
     told = outcome(on_every_rank(gpus, task, chunk_bytes=1 << 20))
-    assert machine.launches == RANKS * (4 + 4)  # each kernel runs once empty when it is loaded
+    # each kernel runs once empty when it is loaded, also the one that tries the peers
+    assert machine.launches == RANKS * (4 + 4 + 2)
     with Communicator(forest_plan(RANKS, "allreduce", "binary"), "loopback") as reference:
         average, total = reference.all_reduce(arrays, op="avg"), reference.all_reduce(arrays)
     for rank, (engine, found, half) in enumerate(told):
@@ -118,6 +119,25 @@ def test_tensors_are_summed_where_they_lie_with_the_bits_of_loopback(
         for one, want in zip(found, (average, total, total), strict=True):
             assert one.tobytes() == want[rank].tobytes()
         assert half == whole[RANKS - 1].tolist()
+
+
+@pytest.mark.parametrize("how", [{}, {"async_op": True}, {"op": "avg"}], ids=str)
+def test_a_collective_on_a_stream_that_torch_captures_is_refused_before_anything_is_queued(
+    gpus: ModuleType, how: dict[str, Any]
+) -> None:
+    """As inside `torch.cuda.graph`: an event that is recorded there would void the capture when it is asked about."""
+
+    def task(comm: Communicator, rank: int) -> Any:
+        captured: Any = torch.cuda.Stream()
+        captured.capturing = True
+        with torch.cuda.stream(captured), pytest.raises(UsageError) as error:
+            comm.all_reduce(torch.zeros(8), **how)
+        return str(error.value), captured.calls, captured.queued
+
+    for rank, (text, calls, queued) in enumerate(outcome(on_every_rank(gpus, task))):
+        assert text.startswith(f"rank {rank} has an array on a stream that is captured in a CUDA graph")
+        assert "\n" not in text
+        assert (calls, queued) == ([], 0)
 
 
 def test_a_rank_that_refuses_is_an_error_on_all(gpus: ModuleType) -> None:

@@ -11,7 +11,7 @@ from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.compiler import compile_source
 from collectives.kernels.feedback_source import FEEDBACK_LINES
 from collectives.kernels.selection_source import selection_kernel_names, selection_source
-from collectives.kernels.source import forest_kernel_names, forest_source
+from collectives.kernels.source import TRY_PEERS, forest_kernel_names, forest_source, peers_source
 from tests.ptx.machine import read
 from tests.ptx.text import Program
 from topoplan.errors import UsageError
@@ -25,6 +25,7 @@ SOURCES = {
     SELECTIONS: selection_source,
     FORESTS: forest_source,
     SWITCHES: forest_source,
+    (TRY_PEERS,): lambda names: peers_source(),
 }
 """What makes the source of the kernels of each family."""
 

@@ -5,10 +5,15 @@ By default a sample; the rest is slow. No GPU is asked for: what only one can sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import numpy as np
 import pytest
 
 from collectives import lower
+from collectives.kernels.compiler import compile_source
+from collectives.kernels.source import TRY_PEERS, peers_source
 from tests.ptx.forests import (
     BUGS,
     COLLECTIVES,
@@ -22,6 +27,8 @@ from tests.ptx.forests import (
     with_bug,
 )
 from tests.ptx.kernels import ARCHITECTURE, FORESTS, SWITCHES, SWITCHING, program, ptx
+from tests.ptx.machine import KernelFault, Launch, memories, read, run_ranks
+from tests.ptx.text import Program
 from tests.support.kernel_data import same_bits
 
 SAMPLE = (
@@ -245,3 +252,81 @@ def test_newer_gpus_get_the_same_instructions() -> None:
     for name in ("forest_sum_float32", "small_sum_float32", "forest_avg_float16", "small_max_bfloat16"):
         older, newer = (program(name, target).texts for target in (80, 90))
         assert older == newer
+
+
+# ---- the kernel that tries the peers
+
+
+def heard(
+    seed: int,
+    *,
+    ranks: int = 3,
+    changes: Sequence[tuple[str, str]] = (),
+    absent: Sequence[int] = (),
+    stopped: bool = False,
+    astray: tuple[int, int] | None = None,
+) -> list[list[int]]:
+    """What each rank hears of each: 0 nothing, 1 its mark, 2 a flag without the mark.
+
+    Where ``astray``, the first rank's address of the second one's arena leads elsewhere.
+    """
+    own = memories(ranks)
+    arenas = [np.zeros(4 * ranks, dtype=np.uint64) for _ in range(ranks)]
+    pages, queues = [], []
+    for rank, memory in enumerate(own):
+        seen = [memory.put(f"arena {peer}", arena) for peer, arena in enumerate(arenas)]
+        if astray is not None and astray[0] == rank:
+            seen[astray[1]] = memory.put("elsewhere", np.zeros(4 * ranks, dtype=np.uint64))
+        flags = [1000 * (peer + 1) for peer in range(ranks)]
+        pages.append(np.array([int(stopped), *[7] * ranks, *seen, *flags], dtype=np.uint64))
+        arguments = [memory.put("page", pages[-1]), rank, ranks, 1 << 62 if stopped else 3 * 10**5]
+        queues.append([] if rank in absent else [Launch(trial(tuple(changes)), 1, 4, arguments, memory)])
+    run_ranks([queue for queue in queues if queue], seed=seed)
+    return [page[1 : 1 + ranks].tolist() for rank, page in enumerate(pages) if rank not in absent]
+
+
+@cache
+def trial(changes: tuple[tuple[str, str], ...] = ()) -> Program:
+    ptx([TRY_PEERS])  # skips where there is no compiler
+    text = peers_source()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return read(compile_source(text, ARCHITECTURE, to="ptx").code.decode())[TRY_PEERS]
+
+
+def test_ranks_whose_stores_arrive_hear_of_each_other_in_every_order() -> None:
+    for seed in range(20):
+        assert heard(seed) == [[1, 1, 1]] * 3
+    assert heard(0, ranks=7) == [[1] * 7] * 7  # more ranks than threads
+
+
+def test_ranks_whose_peer_is_not_there_end_by_the_clock_or_the_host_and_name_it() -> None:
+    for seed in range(5):
+        assert heard(seed, absent=[1]) == [[1, 0, 1]] * 2
+        for one in heard(seed, absent=[1], stopped=True):
+            assert one[1] == 0  # of the others what had come when the host gave up
+
+
+def test_a_rank_whose_stores_go_astray_is_named_by_the_one_that_misses_them() -> None:
+    assert heard(0, astray=(2, 0)) == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("release(there + 1, flags[rank]);", "tell(there + 1, flags[rank]);"),
+        ("acquired(here + 1) == flags[peer]", "*(volatile unsigned long long*)(here + 1) == flags[peer]"),
+        ("there[0] = flags[rank] + peer;", ""),
+        ("MARK_WORDS * rank;", "MARK_WORDS * peer;"),
+    ],
+    ids=["relaxed release", "relaxed acquire", "no mark", "one place for all"],
+)
+def test_what_the_trial_would_miss_is_found_at_some_order(old: str, new: str) -> None:
+    for seed in range(40):
+        try:
+            if heard(seed, changes=((old, new),)) != [[1, 1, 1]] * 3:
+                return
+        except KernelFault:
+            return
+    raise AssertionError(f"{old} is not needed")

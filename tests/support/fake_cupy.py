@@ -18,6 +18,8 @@ from types import ModuleType
 import networkx as nx
 import pytest
 
+from collectives.arrays import current_device
+from tests.support.fake_streams import Driver
 from topoplan.topology import Topology
 
 ENABLE, DISABLE = 4e-4, 1e-4
@@ -56,6 +58,7 @@ class Machine:
     failure: CUDARuntimeError | None = None
     now: float = 0.0
     device: int = 0
+    contexts: set[int] = field(default_factory=set)
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
     copies: Counter[tuple[Pair, int]] = field(default_factory=Counter)
     calls: list[str] = field(default_factory=list)
@@ -105,6 +108,11 @@ def path_rate(wires: Topology, src: str, dst: str, peers: bool) -> float:
 def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     """Make ``import cupy`` give the fake."""
     cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
+    patch.setattr(current_device, "_driver", lambda: Driver(machine.contexts))
+
+    def use(device: int) -> None:
+        machine.device = device
+        machine.contexts.add(device)
 
     class Device:
         def __init__(self, ordinal: int) -> None:
@@ -112,11 +120,12 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
             self.id = ordinal
 
         def __enter__(self) -> Device:
-            self.before, machine.device = machine.device, self.id
+            self.before = machine.device
+            use(self.id)
             return self
 
         def __exit__(self, *_: object) -> None:
-            machine.device = self.before
+            use(self.before)
 
     class Stream:
         def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
@@ -198,6 +207,8 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     vars(runtime).update(
         CUDARuntimeError=CUDARuntimeError,
         memcpyDeviceToDevice=3,
+        getDevice=lambda: machine.device,
+        setDevice=use,
         getDeviceCount=device_count,
         deviceGetPCIBusId=lambda ordinal: machine.bus_ids[ordinal],
         deviceCanAccessPeer=can_access,

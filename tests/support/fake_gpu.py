@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives.arrays import current_device
 from collectives.kernels.compiler import nvrtc_of_cupy
 from tests.ptx.machine import library
 from tests.support.compiled_kernels import launch, widths
@@ -34,6 +35,7 @@ from tests.support.fake_streams import (
     Capture,
     Captured,
     CUDARuntimeError,
+    Driver,
     GraphRun,
     Machine,
     Unit,
@@ -52,6 +54,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         pytest.skip(str(error))
     library()  # ranks that wait for each other have no time to compile it
     cupy = fake_cupy(machine)
+    patch.setattr(current_device, "_driver", lambda: Driver(machine.contexts))
     for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.function):
         patch.setitem(sys.modules, module.__name__, module)
     # like the genuine one `cupy.cuda` has no attribute nccl before that is imported
@@ -97,15 +100,21 @@ def fake_cupy(machine: Machine) -> ModuleType:
             self.attributes = {"MultiProcessorCount": 2}
             self.compute_capability = "80"
 
+        def use(self) -> None:
+            machine.use(self.id)
+
         def __enter__(self) -> Device:
-            self.before, machine.here.device = machine.device, self.id
+            self.before = machine.device
+            if self.id != self.before:
+                machine.use(self.id)
             return self
 
         def __exit__(self, *_: object) -> None:
-            machine.here.device = self.before
+            machine.use(self.before)
 
     class Stream:
         def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+            machine.bind()
             self.device_id = machine.device
             self.queue: deque[Unit] = deque()
             self.capture: Capture | None = None
@@ -190,6 +199,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
     class Event:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            machine.bind()
             self.unit: Unit | None = None
             self.node: tuple[Capture, list[int]] | None = None
             self.ptr = id(self)
@@ -317,6 +327,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         return ndarray(None, memptr=memory, host=host, device=device)
 
     def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+        machine.bind()
         kind = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         room = np.full(count * kind.itemsize + 512, POISON, dtype=np.uint8)
@@ -371,7 +382,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
                         values.append(int(argument))
                 assert current().device_id == machine.device
                 machine.launches += 1
-                if name.startswith(("forest_", "small_")):
+                if name.startswith(("forest_", "small_", "try_peers")):
                     current().push(lambda: Waits(partial(launch, name, grid[0], 32, values, waits=True)))
                 else:
                     current().do(lambda: launch(name, grid[0], block[0], values))
@@ -385,12 +396,30 @@ def fake_cupy(machine: Machine) -> ModuleType:
         by_address[stream].do(move)
 
     def pinned(nbytes: int) -> Any:
+        machine.bind()
         memory = type("Pinned", (ctypes.c_char * nbytes,), {})()
         memory.ptr = ctypes.addressof(memory)
         machine.kept.append(memory)
         return memory
 
+    def malloc(size: int) -> int:
+        machine.bind()
+        return machine.allocate(size)
+
+    def free(ptr: int) -> None:
+        machine.bind()
+        machine.free(ptr)
+
+    def memory_info() -> tuple[int, int]:
+        machine.bind()
+        return machine.room, 1 << 34
+
+    def copy(dst: int, src: int, size: int, kind: int) -> None:
+        machine.bind()
+        ctypes.memmove(dst, src, size)
+
     def memset(ptr: int, value: int, size: int) -> None:
+        machine.bind()
         assert current().capture is None
         ctypes.memset(ptr, value, size)
 
@@ -417,19 +446,20 @@ def fake_cupy(machine: Machine) -> ModuleType:
         ipcGetMemHandle=ipc_handle,
         ipcOpenMemHandle=ipc_open,
         ipcCloseMemHandle=machine.opened.remove,
-        memGetInfo=lambda: (machine.room, 1 << 34),
-        malloc=machine.allocate,
-        free=machine.free,
+        memGetInfo=memory_info,
+        malloc=malloc,
+        free=free,
         memset=memset,
-        deviceSynchronize=lambda: None,
-        deviceGetPCIBusId=lambda device: f"0000:{device:02x}:00.0",
+        deviceSynchronize=machine.bind,
+        deviceGetPCIBusId=lambda device: f"0000:{machine.first + device:02x}:00.0",
         deviceCanAccessPeer=can_access,
         deviceEnablePeerAccess=enable,
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: machine.device,
+        setDevice=machine.use,
         getDeviceCount=lambda: machine.gpus,
         memcpyAsync=memcpy,
-        memcpy=lambda dst, src, size, kind: ctypes.memmove(dst, src, size) and None,
+        memcpy=copy,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         check_status=check_status,

@@ -14,11 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,8 @@ REVOKE_SECONDS = 0.2
 """Until what was under way has ended."""
 
 UINT8 = 1
-VERSION = (2, 30, 3)
+VERSION, BINDINGS = (2, 30, 3), (2, 32, 3)
+"""Of libnccl, and of the header that nccl4py's bindings were generated from."""
 
 
 class NcclError(RuntimeError):
@@ -52,6 +52,7 @@ class Result(IntEnum):
     """States of a communicator."""
 
     Success = 0
+    UnhandledCudaError = 1
     InvalidArgument = 4
     InvalidUsage = 5
     RemoteError = 6
@@ -91,7 +92,24 @@ class World:
     shrunk: dict[tuple[int, ...], World] = field(default_factory=dict)
     """The communicators that were made of it, by the ranks that stay."""
 
+    def come(self, rank: int) -> bool:
+        """Note that a rank has come; whether it is the first time."""
+        new = rank not in self.here
+        self.here.add(rank)
+        return new
+
+    def complete(self) -> bool:
+        return len(self.here) == self.size
+
+    def call(self, sides: Iterable[tuple[str, int, int]]) -> None:
+        """Note which sides of which pairs have called."""
+        self.met.update(sides)
+
+    def called(self, sides: Iterable[tuple[str, int, int]]) -> bool:
+        return self.met.issuperset(sides)
+
     def match(self) -> None:
+        """Move what both sides of a pair have come for."""
         for pair, sent in self.sends.items():
             wanted = self.receives.get(pair, deque())
             while sent and wanted:
@@ -121,14 +139,16 @@ class Comm:
         self.connecting: Callable[[], bool] = self.all_here
         machine.kept.append(self)
         with machine.lock:
-            self.world = machine.worlds.setdefault(unique_id, World(size)) if world is None else world
+            if world is None and unique_id not in machine.worlds:
+                make = machine.make_world
+                machine.worlds[unique_id] = World(size) if make is None else make(unique_id, size)
+            self.world: World = machine.worlds[unique_id] if world is None else world
             assert self.world.size == size
-            if rank in self.world.here:
+            if not self.world.come(rank):
                 machine.misuses.append(f"rank {rank}: comes a second time")
-            self.world.here.add(rank)
 
     def all_here(self) -> bool:
-        return len(self.world.here) == self.world.size
+        return self.world.complete()
 
     def ready(self) -> bool:
         return self.aborted or self.connecting()
@@ -138,7 +158,8 @@ class Comm:
             time.sleep(0.0005)
 
     def begin(self) -> None:
-        """A thread begins to use it."""
+        """A thread begins to use it; NCCL makes the thread's current device current again when a call ends."""
+        self.machine.bind()
         if self.user not in (None, threading.get_ident()):
             self.machine.misuses.append(f"rank {self.rank}: a call beside another thread's")
         self.user = threading.get_ident()
@@ -267,8 +288,8 @@ class Groups:
         pairs = [(kind, comm.rank, peer) for kind, peer, _, _ in calls]
         other = {"send": "receive", "receive": "send"}
         wanted = {(other[kind], peer, rank) for kind, rank, peer in pairs}
-        comm.world.met.update(pairs)
-        comm.connecting = lambda: wanted <= comm.world.met
+        comm.world.call(pairs)
+        comm.connecting = lambda: comm.world.called(wanted)
         capture = self.streams[stream].capture
         if capture is not None:
             capture.users.add(comm)
@@ -402,18 +423,6 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
                 comms[self.ptr].leave(word)
                 self._ptr = 0
 
-        @property
-        def device_api_support(self) -> bool:
-            return bool(machine.windows[0])
-
-        @property
-        def n_lsa_teams(self) -> int:
-            return int(machine.teams)
-
-        @property
-        def multimem_support(self) -> bool:
-            return bool(machine.windows[1])
-
     def check(result: Result) -> None:
         if result is not Result.Success:
             raise NCCLError(result.name)
@@ -431,6 +440,21 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         @property
         def handle(self) -> int:
             return int(machine.windows[0] and len(self.known) == self.comm.world.size)
+
+    def query_properties(comm: Handle) -> SimpleNamespace:
+        """Refused by an older NCCL than the bindings, whose struct it does not know."""
+        check(Result.InvalidUsage if BINDINGS > VERSION else Result.Success)
+        windows, copies = machine.windows
+        return SimpleNamespace(device_api_support=windows, multimem_support=copies, n_lsa_teams=machine.teams)
+
+    def team_lsa(comm: Handle) -> SimpleNamespace:
+        ranks = comm.comm.world.size // machine.teams
+        return SimpleNamespace(n_ranks=ranks, rank=comm.comm.rank % ranks, stride=1)
+
+    def mem_alloc(size: int) -> int:
+        # by calls of the driver, which need a context
+        check(Result.Success if machine.bound else Result.UnhandledCudaError)
+        return int(machine.allocate(size))
 
     def register(comm: Handle, buff: int, size: int, win_flags: int) -> Window:
         assert machine.memory[buff].nbytes >= size
@@ -463,8 +487,14 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
     def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: Handle, stream: int) -> None:
         groups.call(comm.comm, "receive", recvbuff, count, datatype, peer, stream)
 
-    major, minor, micro = VERSION
-    release = SimpleNamespace(major=major, minor=minor, micro=micro)
+    def versions() -> SimpleNamespace:
+        release, made_for = (
+            SimpleNamespace(major=major, minor=minor, micro=micro)
+            for major, minor, micro in (VERSION, BINDINGS)
+        )
+        found = SimpleNamespace(version=release, path="/fake/libnccl.so.2")
+        return SimpleNamespace(libnccl=found, nccl_bindings=made_for)
+
     vars(core).update(
         CommShrinkFlag=CommShrinkFlag,
         Communicator=Communicator,
@@ -475,9 +505,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         WindowFlag=SimpleNamespace(DEFAULT=0),
         get_error_string=lambda result: {Result.RemoteError: "remote process exited"}[result],
         get_unique_id=lambda: UniqueId(next(numbers).to_bytes(128, "big")),
-        get_version=lambda: SimpleNamespace(
-            libnccl=SimpleNamespace(version=release, path="/fake/libnccl.so.2")
-        ),
+        get_version=versions,
         group=group,
     )
     vars(bindings).update(
@@ -486,7 +514,9 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         Result=Result,
         recv=recv,
         send=send,
-        mem_alloc=machine.allocate,
+        mem_alloc=mem_alloc,
+        comm_query_properties=query_properties,
+        team_lsa=team_lsa,
         mem_free=machine.free,
         comm_window_register=register,
         comm_window_deregister=deregister,
@@ -498,7 +528,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
 
 def nccl_faces(machine: Any, streams: Mapping[int, Any]) -> dict[str, ModuleType]:
     """The modules of both packages, by name, for one machine."""
-    groups, numbers = Groups(machine, streams), count()
+    groups, numbers = Groups(machine, streams), machine.numbers
     core, bindings = nccl4py_modules(machine, groups, numbers)
     faces = (nccl_module(machine, groups, numbers), core, bindings)
     return {face.__name__: face for face in faces}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,21 @@ POISON = 0xA5
 
 class CUDARuntimeError(RuntimeError):
     """As CuPy's."""
+
+
+class Driver:
+    """``libcuda.so.1`` as `collectives.arrays.current_device` asks it; ``contexts`` are the devices that have one."""
+
+    def __init__(self, contexts: set[int]) -> None:
+        self._contexts = contexts
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, dev: Any, flags: Any, active: Any) -> int:
+        active._obj.value = dev.value in self._contexts
+        return 0
 
 
 class Unit:
@@ -101,7 +117,10 @@ class Capture:
 
 
 class Machine:
-    """Some GPUs.
+    """Some GPUs, as one process sees them.
+
+    Each thread has a current device, 0 at first. As in CUDA since release 12, making a device current makes its primary
+    context, and so does every call that works on the current one.
 
     Parameters
     ----------
@@ -112,10 +131,20 @@ class Machine:
 
     Attributes
     ----------
+    contexts : set of int
+        Devices on which this process has a context.
+    exclusive : set of int
+        Devices that are in compute mode EXCLUSIVE_PROCESS and have a context of another process.
+    first : int
+        Number on the host of the first GPU that this process sees.
     fault : int
         CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
     faults : dict of int to int
         So for one GPU.
+    make_world : callable or None
+        Makes what joins the ranks of a unique id, where they are not threads of this process.
+    numbers : iterator of int
+        NCCL's unique ids.
     misuses : list of str
         What NCCL forbids and was done.
     message_bytes : dict of bool to int
@@ -150,6 +179,8 @@ class Machine:
         self.graph_launches = 0
         self.here = threading.local()
         self.worlds: dict[bytes, Any] = {}
+        self.make_world: Callable[[bytes, int], Any] | None = None
+        self.numbers: Iterator[int] = count()
         self.async_error = ""
         self.fault = 0
         self.faults: dict[int, int] = {}
@@ -163,6 +194,30 @@ class Machine:
         self.opened: list[int] = []
         self.room = 1 << 34
         self.memory: dict[int, np.ndarray] = {}
+        self.contexts: set[int] = set()
+        self.exclusive: set[int] = set()
+        self.first = 0
+
+    def use(self, device: int) -> None:
+        """Make a device current in this thread."""
+        if not 0 <= device < self.gpus:
+            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+        self.here.device = device
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the context of the current device, and bind it to this thread."""
+        if self.device in self.exclusive:
+            raise CUDARuntimeError(
+                "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable"
+            )
+        self.contexts.add(self.device)
+        self.here.bound = True
+
+    @property
+    def bound(self) -> bool:
+        """Whether this thread has a context, which calls of the driver need."""
+        return getattr(self.here, "bound", False)
 
     def allocate(self, size: int) -> int:
         room = np.full(size + 4096, POISON, dtype=np.uint8)
@@ -172,6 +227,8 @@ class Machine:
         return int(address)
 
     def free(self, ptr: int) -> None:
+        if not ptr:
+            return
         with self.lock:
             self.kept.append(self.memory.pop(ptr))  # some kernel may look there yet
 

@@ -40,6 +40,7 @@ class Stream:
         self.device = torch.device("cpu")
         self.cuda_stream = id(self)
         self.calls: list[tuple[str, str]] = []
+        self.capturing = False
         self.queued = 0
         self.left: list[Callable[[], object]] = []
 
@@ -81,6 +82,11 @@ def current_stream(device: Any = None) -> Stream:
     return found
 
 
+def is_current_stream_capturing() -> bool:
+    """As `torch.cuda.is_current_stream_capturing`."""
+    return current_stream().capturing
+
+
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
     """As `torch.cuda.stream`."""
@@ -98,6 +104,7 @@ def install(patch: pytest.MonkeyPatch) -> Recorded:
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "current_stream", current_stream)
     patch.setattr(torch.cuda, "stream", stream)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", is_current_stream_capturing)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     return recorded
 

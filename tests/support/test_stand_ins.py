@@ -114,6 +114,73 @@ child.abort()
 """
 
 
+OLD_WINDOWS = r"""
+#include <stdbool.h>
+#include <stddef.h>
+typedef int ncclResult_t;
+typedef struct ncclComm { ncclResult_t state; } *ncclComm_t;
+typedef void *ncclWindow_t;
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef void ncclConfig_t;
+typedef struct { int nRanks, rank, stride; } ncclTeam_t;
+typedef struct { size_t size; unsigned int magic, version; } ncclCommProperties_t;
+static struct ncclComm comm;
+static char memory[4096];
+ncclResult_t ncclGetVersion(int *version) { *version = RELEASE; return 0; }
+const char *ncclGetErrorString(ncclResult_t result) { return "an error"; }
+const char *ncclGetLastError(ncclComm_t comm) { return ""; }
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId* commIds,
+                                      ncclConfig_t* config) {
+    *newcomm = &comm;
+    return 0;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *asyncError) { *asyncError = comm->state; return 0; }
+ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* props) {
+    return props->version > RELEASE ? 5 : 0;
+}
+ncclTeam_t ncclTeamLsa(ncclComm_t comm) { ncclTeam_t team = {4, 1, 1}; return team; }
+ncclResult_t ncclMemAlloc(void** ptr, size_t size) { *ptr = memory; return 0; }
+ncclResult_t ncclMemFree(void *ptr) { return ptr != memory; }
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int winFlags) {
+    *win = size > 512 ? buff : 0;
+    return 0;
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) { return win != memory; }
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** outPtr) {
+    *outPtr = peer < 4 ? (char *)window + 8 * peer : 0;
+    return 0;
+}
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, size_t offset, void** outPtr) {
+    *outPtr = 0;
+    return 0;
+}
+"""
+"""A libnccl with the prototypes of its headers: four of eight ranks reach each other, windows of over 512 bytes are
+made, there is no multicast, and properties are refused to newer bindings."""
+
+WINDOWS = """
+import sys
+from importlib import import_module
+from collectives.backends.nccl.library import described, find_library
+library = find_library(None, name="nccl4py")
+link = library.connect(8, 1, bytes(128))
+bindings = import_module("nccl.bindings.nccl")
+try:
+    bindings.comm_query_properties(link.handle)
+    print("properties are told")
+except bindings.NCCLError as error:
+    print("InvalidUsage" in str(error))
+windows = library.windows
+memory = windows.allocate(1024)
+window, none = windows.register(link, memory, 1024), windows.register(link, memory, 512)
+print(windows.team(link), window.made(), none.made(), window.multicast())
+print([window.address(peer) - memory if window.address(peer) else 0 for peer in (0, 3, 4)])
+window.close()
+windows.free(memory)
+print(described(library).rpartition(",")[0])
+"""
+
+
 def missing(names: list[str], *modules: str) -> list[str]:
     """Which of some names the genuine packages lack in a process that has imported just these modules."""
     command = [sys.executable, "-c", MISSING, json.dumps(modules)]
@@ -259,6 +326,46 @@ def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
         "abort parent",
         "abort child",
     ]
+
+
+@pytest.mark.parametrize(("release", "told"), [(22907, "True"), (23203, "properties are told")])
+def test_nccl4py_makes_windows_with_a_libnccl_that_is_older_than_its_bindings(
+    tmp_path: Path, release: int, told: str
+) -> None:
+    """With the genuine bindings: all that the product asks is answered, where the properties are refused."""
+    pytest.importorskip("nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a library in C is compared with nccl4py: install cc")
+    (tmp_path / "nccl.c").write_text(OLD_WINDOWS)
+    command = [compiler, "-shared", "-fPIC", f"-DRELEASE={release}", "-o", "libnccl.so.2", "nccl.c"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    version, made_for = f"2.{release // 100 % 100}.{release % 100}", "2.32.3"
+    assert done.stdout.splitlines() == [
+        told,
+        "4 True False 0",
+        "[0, 24, 0]",
+        f"{version} by nccl4py for {made_for}",
+    ]
+
+
+def test_the_library_with_windows_has_the_prototypes_that_the_bindings_call() -> None:
+    found = find_spec("nccl.bindings") if find_spec("nccl") else None
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("compared with nccl4py: pip install nccl4py cuda-bindings")
+    text = (Path(found.submodule_search_locations[0]) / "cynccl.pxd").read_text(encoding="utf-8")
+    declared = "".join(text.replace("const char*", "constchar*").split())
+    prototypes = re.findall(
+        r"^(?:ncclResult_t|ncclTeam_t|const char \*)\s*ncc.*?\)", OLD_WINDOWS, re.MULTILINE | re.DOTALL
+    )
+    assert len(prototypes) == 13
+    for prototype in prototypes:
+        assert "cdef" + "".join(prototype.split()) in declared, prototype
 
 
 def test_the_library_in_c_has_the_prototypes_and_flags_of_ncclh() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
+from collectives.arrays.current_device import on_device, use_device
 from collectives.backends.backend import AVERAGED, LONGEST_TIMEOUT, Backend, Call, OneRank, group_of
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
@@ -38,7 +39,7 @@ from collectives.backends.nccl.engine import BLOCKS, KEPT, SLOT_BYTES, Engine, P
 from collectives.backends.nccl.joint_steps import JointSteps, in_words
 from collectives.backends.nccl.kernel_program import WHOLE
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
-from collectives.backends.nccl.regions import UNIT, open_region
+from collectives.backends.nccl.regions import NOT_READY, UNIT, count_ranks_per_gpu, open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.lowering.transfer_table import Given
 from collectives.peers.error_rounds import Gather
@@ -60,9 +61,6 @@ REGION_BYTES = 256 << 20
 
 DRAIN_SECONDS = 1.0
 """Time for the GPU to end what was queued, once the communicators are aborted."""
-
-NOT_READY = 600
-"""CUDA's cudaErrorNotReady, which is no error."""
 
 TOLD_SECONDS = 1.0
 """Time for a rank that gave up to tell why."""
@@ -105,10 +103,10 @@ class NcclBackend(OneRank):
     graphs : bool
         Replay a collective as a CUDA graph from the third time that all ranks call it with the same arrays; with
         "trees" never, since graphs of several communicators can block each other.
-    ranks_per_gpu : int
+    ranks_per_gpu : int, optional
         More than 1 lets NCCL (2.30 or newer) put several ranks on one GPU, by setting
         ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` where they are not set. It must be made before
-        NCCL is used in the process.
+        NCCL is used in the process. By default the ranks count it: by host and PCI bus id.
     bindings : str
         Through which package NCCL is called: "nccl4py", "cupy", or "auto" for the first that is there.
     engine : str
@@ -158,7 +156,7 @@ class NcclBackend(OneRank):
         lanes: str = "steps",
         overlap: bool = True,
         graphs: bool = True,
-        ranks_per_gpu: int = 1,
+        ranks_per_gpu: int | None = None,
         bindings: str = "auto",
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
@@ -177,11 +175,18 @@ class NcclBackend(OneRank):
             )
         if lanes not in ("steps", "trees"):
             raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
-        if step_bytes < 1 or ranks_per_gpu < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
+        given = 1 if ranks_per_gpu is None else ranks_per_gpu
+        if step_bytes < 1 or given < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
             raise UsageError(
-                f"steps of {step_bytes} bytes, {ranks_per_gpu} ranks per GPU, a timeout of {timeout} s: "
+                f"steps of {step_bytes} bytes, {given} ranks per GPU, a timeout of {timeout} s: "
                 f"give numbers above zero, of seconds {LONGEST_TIMEOUT} at most"
             )
+        if arrays is not None:
+            device = arrays.device
+        elif device is None:
+            device = int(cupy.cuda.runtime.getDevice())
+        counted = count_ranks_per_gpu(cupy, world, device, timeout=timeout)
+        ranks_per_gpu = counted if ranks_per_gpu is None else ranks_per_gpu
         self.library = prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu, bindings=bindings)
         self.rank = world.rank
         self.size = world.size
@@ -189,7 +194,8 @@ class NcclBackend(OneRank):
         self.arrays = CupyArrays(cupy, device) if arrays is None else arrays
         self.survivors: Survivors | None = None
         self._cupy: Any = cupy
-        self._gpu = partial(cupy.cuda.Device, self.arrays.device)
+        self._gpu = partial(on_device, cupy, self.arrays.device)
+        self._enter = partial(use_device, cupy, self.arrays.device)
         self._named = _ranges()
         self._world = world
         self._timeout = timeout
@@ -243,8 +249,8 @@ class NcclBackend(OneRank):
         """The back end of a process that a launcher started.
 
         Its place is found as for the other back ends (`place_in_job`); under mpiexec without these variables the ranks
-        are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where
-        ``LOCAL_WORLD_SIZE`` says that the host has more processes than GPUs, they share them.
+        are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host, modulo the
+        GPUs that the process sees. It becomes current in the thread that calls this, so that arrays are made there.
 
         Parameters
         ----------
@@ -262,11 +268,11 @@ class NcclBackend(OneRank):
             The ranks do not find each other.
         """
         cupy = load_cupy(cls.name)
-        world, local, processes = _world(environment, timeout)
+        world, local = _world(environment, timeout)
         try:
-            count = cupy.cuda.runtime.getDeviceCount()
-            place = {"device": local % count, "ranks_per_gpu": -(-processes // count)}
-            return cls(cupy, world, timeout=timeout, **{**place, **options})
+            settings: dict[str, Any] = {"device": local % cupy.cuda.runtime.getDeviceCount(), **options}
+            use_device(cupy, settings["device"])
+            return cls(cupy, world, timeout=timeout, **settings)
         except BaseException:
             world.close()
             raise
@@ -524,8 +530,8 @@ class NcclBackend(OneRank):
                 raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
         if wanted == "messages" or self.size == 1:
             return "messages"
-        processors = self._gpu().attributes["MultiProcessorCount"]
-        steps = JointSteps(self._world, timeout=self._timeout, here=self._gpu)
+        processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
+        steps = JointSteps(self._world, timeout=self._timeout, enter=self._enter)
         with self._gpu():
             found = open_region(
                 self._cupy,
@@ -568,7 +574,7 @@ class NcclBackend(OneRank):
         ended = self._drain()
         steps = None
         if together and ended:
-            steps = JointSteps(self._world, timeout=self._timeout, here=self._gpu, leaving=True)
+            steps = JointSteps(self._world, timeout=self._timeout, enter=self._enter, leaving=True)
         with self._gpu():
             # the engine itself has one array of it
             self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
@@ -774,10 +780,15 @@ class NcclBackend(OneRank):
 
 
 def own_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The GPU of a process that joins a job: number ``LOCAL_RANK`` where that is set, else the one that is current."""
+    """Make the GPU of a process that joins a job current: number ``LOCAL_RANK`` where that is set; return its number.
+
+    None where ``LOCAL_RANK`` is not set; then it is the one that is current.
+    """
     if not environment.get("LOCAL_RANK"):
         return None
-    return number_of(environment, "LOCAL_RANK") % int(cupy.cuda.runtime.getDeviceCount())
+    device = number_of(environment, "LOCAL_RANK") % int(cupy.cuda.runtime.getDeviceCount())
+    use_device(cupy, device)
+    return device
 
 
 def no_windows(why: str) -> UsageError:
@@ -809,8 +820,8 @@ def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
     return annotate
 
 
-def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, int]:
-    """The world of this process, its number on the host, and processes of the host as far as known."""
+def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int]:
+    """The world of this process, and its number on the host."""
     if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
         try:
             from mpi4py import MPI
@@ -819,8 +830,7 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, 
         from collectives.peers.over_mpi import MpiWorld
 
         neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank()), int(neighbours.Get_size())
+        return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank())
     place = place_in_job(environment, "nccl")
     local = number_of(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
-    processes = number_of(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
-    return TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout), local, processes
+    return TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout), local

@@ -28,10 +28,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from collectives.arrays.current_device import use_device
 from collectives.backends.nccl.library import Library, Link, NcclFailed, described, find_library
 from collectives.peers.blame import Waiting
 from collectives.peers.peers import World, waits_for_nothing
 from topoplan.errors import BackendError
+from topoplan.units import format_size
 
 PATIENCE = 1.0
 """Seconds that aborting waits for a running call."""
@@ -46,6 +48,9 @@ WATCH_SECONDS = 0.02
 
 FAREWELL_SECONDS = 5.0
 """Time for the thread to end."""
+
+SHARED_MEMORY, ENOUGH_SHARED = "/dev/shm", 512 << 20
+"""The folder in which NCCL makes segments for ranks of a host, and bytes there that suffice for eight ranks."""
 
 Place = Callable[[], tuple[int | None, int | None]]
 """The peer and the row of the table that a rank waits for."""
@@ -68,6 +73,24 @@ def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str)
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
     return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
+
+
+def short_of_shared_memory() -> str:
+    """Return what a failure of NCCL's start has to say of ``/dev/shm``: empty where enough of it is free.
+
+    Containers have 64 MB there by default, and NCCL's error does not name it.
+    """
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return ""
+    free, size = found.f_frsize * found.f_bavail, found.f_frsize * found.f_blocks
+    if free >= ENOUGH_SHARED:
+        return ""
+    return (
+        f"; {SHARED_MEMORY} has {format_size(free)} free of {format_size(size)}, which can be too little for NCCL "
+        "(docker run --shm-size=1g)"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -269,7 +292,8 @@ class Connections:
 
         def run() -> None:
             # why the communicators end is told already, and one that cannot be freed is all that remains of it
-            with suppress(Exception), self._cupy.cuda.Device(self._device):
+            with suppress(Exception):
+                use_device(self._cupy, self._device)
                 leave()
 
         thread = threading.Thread(target=run, name="nccl farewell", daemon=True)
@@ -307,22 +331,24 @@ class Connections:
     def join(self, begin: Callable[[], Link]) -> Link:
         """One more communicator, with all who begin the same; waits for them until it is aborted.
 
+        The rank's GPU becomes current in the thread that calls this.
+
         Raises
         ------
         NcclFailed
             NCCL refuses.
         """
-        with self._cupy.cuda.Device(self._device):
-            link = begin()
-            with self._calls:
-                late = self._ended
-                # so that it can be aborted while it still looks for the others
-                self._made.append(link)
-            if late:
-                self._drop(link)
-            while not self._ready(link):
-                time.sleep(LOOK_SECONDS)
-            return link
+        use_device(self._cupy, self._device)
+        link = begin()
+        with self._calls:
+            late = self._ended
+            # so that it can be aborted while it still looks for the others
+            self._made.append(link)
+        if late:
+            self._drop(link)
+        while not self._ready(link):
+            time.sleep(LOOK_SECONDS)
+        return link
 
     def _check(self) -> None:
         if self._ended:
@@ -348,12 +374,15 @@ class Connections:
             if trouble is None and time.monotonic() > deadline:
                 trouble = self._told(
                     f"found no other ranks for {self._timeout:g} s; NCCL_DEBUG=INFO tells more"
+                    f"{short_of_shared_memory()}"
                 )
             if trouble is not None:
                 raise trouble
         if failure:
             words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
-            raise self._told(f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why")
+            raise self._told(
+                f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why{short_of_shared_memory()}"
+            )
         self.let_go()
 
     def _beginning(self) -> Callable[[], Link]:

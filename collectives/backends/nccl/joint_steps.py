@@ -12,7 +12,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from collectives.backends.nccl.library import NcclFailed
@@ -48,8 +47,8 @@ class JointSteps:
     world : World
     timeout : float
         Seconds for a step.
-    here : callable
-        Gives the context in which steps run, as the GPU that is current; in a thread of their own.
+    enter : callable
+        Called first in the thread of each step, as to make a GPU current there.
     leaving : bool
         The ranks leave the job.
 
@@ -63,12 +62,13 @@ class JointSteps:
         world: World,
         *,
         timeout: float,
-        here: Callable[[], AbstractContextManager[object]] = nullcontext,
+        enter: Callable[[], object] = lambda: None,
         leaving: bool = False,
     ) -> None:
         self._say = world.farewell if leaving else world.texts
         self.timeout = timeout
-        self._here = here
+        self._enter = enter
+        self._thread: threading.Thread | None = None
 
     def take(self, work: Callable[[], Any]) -> list[Any]:
         """Do something on all ranks.
@@ -94,12 +94,12 @@ class JointSteps:
 
         def run() -> None:
             try:
-                with self._here():
-                    ended["given"] = work()
+                self._enter()
+                ended["given"] = work()
             except Exception as error:  # of any kind: the thread has nobody else to tell
                 ended["failed"] = in_words(error)
 
-        thread = threading.Thread(target=run, name="joint step", daemon=True)
+        self._thread = thread = threading.Thread(target=run, name="joint step", daemon=True)
         thread.start()
         deadline, pause = time.monotonic() + self.timeout, FIRST_SECONDS
         while True:
@@ -116,6 +116,12 @@ class JointSteps:
                     raise StepFailed(rank, one["failed"])
             if all(said):
                 return [one["given"] for one in said]
+
+    def idle(self, seconds: float) -> bool:
+        """Wait for what the last step still runs on this rank after a failure; return whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
 def in_words(error: BaseException) -> str:

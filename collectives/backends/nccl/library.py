@@ -31,7 +31,11 @@ OLDEST = 22300
 """The first release with the call by which nccl4py makes communicators: 2.23."""
 
 WINDOWS = 22907
-"""The first release whose windows tell addresses and say whether they can be had: 2.29.7."""
+"""The first release whose windows tell addresses: 2.29.7.
+
+`ncclCommQueryProperties` would say whether they can be had, but every NCCL older than the bindings refuses it: the call
+passes a struct of the bindings' own version. So a window is registered, and its handle looked at.
+"""
 
 SHRINKS, REVOKES = 22703, 22807
 """The first releases that make a communicator of a part of another's ranks, and that end what is under way on one
@@ -96,11 +100,11 @@ class Window(Protocol):
 class Windows(Protocol):
     """Windows and the memory for them; all calls are for the GPU that is current."""
 
-    def support(self, link: Link) -> tuple[bool, bool]:
-        """Whether the ranks of a communicator that is ready can have windows, and multicast addresses of them."""
+    def team(self, link: Link) -> int:
+        """Return how many ranks of a ready communicator reach each other's memory, this one among them.
 
-    def teams(self, link: Link) -> int:
-        """Into how many teams its ranks fall, in each of which all GPUs reach each other's memory."""
+        0 where NCCL does not know.
+        """
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory; contents undefined."""
@@ -158,6 +162,8 @@ class Library(Protocol):
         As NCCL writes it: 23203 is 2.32.3.
     path : str
         Of the libnccl that is loaded; empty where the system does not tell.
+    bindings : int
+        The NCCL whose header the bindings were generated from; 0 with CuPy's, which do not tell.
     waits : bool
         Whether a call can wait inside NCCL for other ranks.
     windows : Windows or None
@@ -169,6 +175,7 @@ class Library(Protocol):
     name: str
     version: int
     path: str
+    bindings: int
     waits: bool
     windows: Windows | None
     shrinking: Shrinking | None
@@ -219,17 +226,24 @@ def find_library(cupy: ModuleType, *, ranks_per_gpu: int = 1, name: str = "auto"
 
 
 def described(library: Library) -> str:
-    """A library in a few words.
+    """Return the release of libnccl, the bindings and the release that these are made for, and the path.
 
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> described(SimpleNamespace(name="cupy", version=23203, path="/lib/libnccl.so.2"))
+    >>> described(SimpleNamespace(name="cupy", version=23203, bindings=0, path="/lib/libnccl.so.2"))
     '2.32.3 by cupy, /lib/libnccl.so.2'
+    >>> described(SimpleNamespace(name="nccl4py", version=22907, bindings=23203, path=""))
+    '2.29.7 by nccl4py for 2.32.3'
     """
-    major, rest = divmod(library.version, 10000)
+    made_for = f" for {_release(library.bindings)}" if library.bindings else ""
     place = f", {library.path}" if library.path else ""
-    return f"{major}.{rest // 100}.{rest % 100} by {library.name}{place}"
+    return f"{_release(library.version)} by {library.name}{made_for}{place}"
+
+
+def _release(version: int) -> str:
+    major, rest = divmod(version, 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def loaded_path() -> str:
@@ -248,10 +262,10 @@ def loaded_path() -> str:
 class _Nccl4py:
     name = "nccl4py"
 
-    def __init__(self, core: Any, bindings: Any, info: Any) -> None:
+    def __init__(self, core: Any, bindings: Any, info: Any, made_for: Any) -> None:
         # the variable overrules what a communicator is made with
         self.waits = os.environ.get("NCCL_COMM_BLOCKING") == "1"
-        self.version = 10000 * info.version.major + 100 * info.version.minor + info.version.micro
+        self.version, self.bindings = _number(info.version), _number(made_for)
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings
         self.windows: Windows | None = _Nccl4pyWindows(core, bindings) if self.version >= WINDOWS else None
@@ -309,12 +323,6 @@ class _Nccl4pyLink:
             words = str(error)
         raise NcclFailed(_one_line(words))
 
-    def support(self) -> tuple[bool, bool]:
-        return bool(self._made.device_api_support), bool(self._made.multimem_support)
-
-    def teams(self) -> int:
-        return int(self._made.n_lsa_teams)
-
     def abort(self) -> None:
         with _failures(self._core, self._bindings):
             self._made.abort()
@@ -350,13 +358,9 @@ class _Nccl4pyWindows:
     def __init__(self, core: Any, bindings: Any) -> None:
         self._core, self._bindings = core, bindings
 
-    def support(self, link: Link) -> tuple[bool, bool]:
+    def team(self, link: Link) -> int:
         with _failures(self._core, self._bindings):
-            return cast(_Nccl4pyLink, link).support()
-
-    def teams(self, link: Link) -> int:
-        with _failures(self._core, self._bindings):
-            return cast(_Nccl4pyLink, link).teams()
+            return int(self._bindings.team_lsa(cast(_Nccl4pyLink, link).handle).n_ranks)
 
     def allocate(self, nbytes: int) -> int:
         with _failures(self._core, self._bindings):
@@ -407,11 +411,16 @@ def _nccl4py() -> Library | None:
         core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
     except ImportError:  # also where it lacks the bindings of CUDA that it needs
         return None
-    info = core.get_version().libnccl
-    if info is None:
+    versions = core.get_version()
+    if versions.libnccl is None:
         return None
-    found = _Nccl4py(core, bindings, info)
+    found = _Nccl4py(core, bindings, versions.libnccl, versions.nccl_bindings)
     return found if found.version >= OLDEST else None
+
+
+def _number(release: Any) -> int:
+    """Return a release as NCCL writes it."""
+    return 10000 * int(release.major) + 100 * int(release.minor) + int(release.micro)
 
 
 # ---- CuPy
@@ -419,6 +428,7 @@ def _nccl4py() -> Library | None:
 
 class _Cupy:
     name = "cupy"
+    bindings = 0
     waits = True
     windows: Windows | None = None
     shrinking: Shrinking | None = None

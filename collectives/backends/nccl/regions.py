@@ -10,9 +10,11 @@ Addresses are those of kernels; of its own memory too a rank knows no other one.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
+import threading
 import time
 import weakref
 from collections import Counter
@@ -24,11 +26,15 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.arrays.free_room import FreeRoom
-from collectives.backends.nccl.connections import Connections
-from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
+from collectives.backends.nccl.connections import ABORT_SECONDS, Connections, short_of_shared_memory
+from collectives.backends.nccl.joint_steps import JointSteps, StepFailed, in_words
 from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, Windows, described
+from collectives.kernels.compiler import load_kernel
+from collectives.kernels.source import TRY_PEERS, peers_source
+from collectives.peers.peers import World
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
 
@@ -45,6 +51,16 @@ QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 """How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
 
 STREAMS = 2
+
+TRIAL_SECONDS = 10.0
+"""Time for a peer's stores to be seen, before a region is refused."""
+
+TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
+"""Threads of the kernel that tries the peers, bytes of a rank in an arena, and what the kernel says of a peer whose
+stores have come; as in ``try_peers.cu``."""
+
+NOT_READY = 600
+"""CUDA's cudaErrorNotReady, which is no error."""
 
 PROCESS = secrets.token_hex(8)
 """Of this process: numbers of processes are alike in several containers of a host."""
@@ -173,7 +189,22 @@ class _Rank:
     queues: int
     nccl: str
     windows: bool
-    teams: int
+    team: int
+
+
+def count_ranks_per_gpu(cupy: ModuleType, world: World, device: int, *, timeout: float) -> int:
+    """Return how many ranks of a job share a GPU, at most; all ranks call it.
+
+    GPUs are counted by host and PCI bus id. What a process calls its GPU, and how many it sees, differ between ranks
+    that a launcher gives one GPU each.
+
+    Raises
+    ------
+    BackendError
+        A rank does not come.
+    """
+    own = json.dumps([_host(), cupy.cuda.runtime.deviceGetPCIBusId(device)])
+    return max(Counter(world.texts(own, timeout=timeout)).values())
 
 
 def open_region(
@@ -208,10 +239,10 @@ def open_region(
     link = connections.have(1)[0]
 
     def look() -> dict[str, Any]:
-        teams = 0
+        team = 0
         if windows is not None:
             with suppress(NcclFailed), connections.call():
-                teams = windows.teams(link)
+                team = windows.team(link)
         return {
             "host": _host(),
             "process": _process(),
@@ -221,7 +252,7 @@ def open_region(
             "queues": _queues(os.environ.get(QUEUES, "")),
             "nccl": described(library),
             "windows": windows is not None,
-            "teams": teams,
+            "team": team,
         }
 
     try:
@@ -233,19 +264,23 @@ def open_region(
         order = list(dict.fromkeys(one.host for one in ranks))
         by_host = tuple(order.index(one.host) for one in ranks)
         why = _no_windows(ranks)
-        ways: list[tuple[Mapped, tuple[int, ...]]] = []
+        ways: list[tuple[Mapped, tuple[int, ...], threading.Event]] = []
         if not why:
             assert windows is not None, "rank by rank"
-            domains = (0,) * size if all(one.teams == 1 for one in ranks) else by_host
-            ways.append((_Windows(cupy, library, windows, steps, rank, domains, nbytes), domains))
-        ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host))
-        for way, reached in ways:
+            domains = (0,) * size if all(one.team == size for one in ranks) else by_host
+            given_up = threading.Event()
+            by_nccl = _Windows(cupy, library, windows, steps, rank, domains, nbytes, given_up)
+            ways.append((by_nccl, domains, given_up))
+        ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
+        for way, reached, given_up in ways:
             try:
                 addresses, multicast, less = way.open()
-                _find_each_other(steps, rank, addresses, runtime)
+                _Trial(cupy, rank, addresses, given_up).take(steps)
             except StepFailed as failed:
-                _abandoned.append(way)
-                why = f"{why}; and {failed}" if why else f"no windows: {failed}"
+                given_up.set()
+                _leave(way, steps)
+                version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _Windows) else ""
+                why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
                 continue
             sharing, words = max(gpus.values()), "; ".join(text for text in (why, less) if text)
             return Region(
@@ -258,6 +293,10 @@ def open_region(
 
 def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int) -> str:
     """Why no kind of region is possible, in one line; empty if one may be."""
+    if TRIAL_BYTES * len(ranks) > nbytes:
+        return (
+            f"a region of {format_size(nbytes)} is too small for {len(ranks)} ranks; give more region_bytes"
+        )
     for number, one in enumerate(ranks):
         wanted = gpus[one.host, one.gpu] * nbytes + SPARE
         if one.free < wanted:
@@ -282,35 +321,103 @@ def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int
 def _no_windows(ranks: Sequence[_Rank]) -> str:
     """Why NCCL has no windows on some rank; empty where all may have them."""
     old = next((number for number, one in enumerate(ranks) if not one.windows), None)
-    return (
-        "" if old is None else f"windows need nccl4py with NCCL 2.29.7, and rank {old} has {ranks[old].nccl}"
-    )
+    if old is None:
+        return ""
+    return f"windows need nccl4py and NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
 
 
-def _find_each_other(steps: JointSteps, rank: int, addresses: Sequence[int], runtime: Any) -> None:
-    """See that every address leads to the arena that it should: each rank looks for the marks of all it reaches."""
-    word = np.zeros(1, dtype=np.int64)
+def _leave(way: Mapped, steps: JointSteps) -> None:
+    """Give back what an attempt that failed has made, unless a call of it is still under way on some rank."""
+    ended, closed = steps.idle(ABORT_SECONDS), False
+    try:
+        closed = all(steps.take(lambda: ended))
+        if closed:
+            way.close(steps)
+    except StepFailed:
+        pass
+    finally:
+        if not closed:
+            _abandoned.append(way)
 
-    def leave() -> int:
-        word[0] = mark = secrets.randbits(62)
-        runtime.memcpy(addresses[rank], word.ctypes.data, 8, runtime.memcpyHostToDevice)
-        return mark
 
-    def look() -> None:
-        for peer, address in enumerate(addresses):
-            if not address:
-                continue
-            runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
-            if word[0] != marks[peer]:
-                raise UsageError(f"finds other memory where that of rank {peer} should be")
+class _Trial:
+    """Tries by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
 
-    def clear() -> None:
-        runtime.memset(addresses[rank], 0, 8)
+    Parameters
+    ----------
+    cupy : module
+    rank : int
+    addresses : sequence of int
+        As `Mapped.open` gives them.
+    given_up : threading.Event
+        Set when another rank has failed.
+    """
+
+    def __init__(self, cupy: Any, rank: int, addresses: Sequence[int], given_up: threading.Event) -> None:
+        self._cupy = cupy
+        self._rank, self._ranks = rank, len(addresses)
+        self._addresses = addresses
+        self._given_up = given_up
+        self._kernel: Any = None
+        self._stream: Any = None
+        self._memory: Any = None
+
+    def take(self, steps: JointSteps) -> None:
+        """Try it, all ranks at this time.
+
+        Raises
+        ------
+        StepFailed
+            The kernel of some rank does not hear of a peer, or not what that has stored.
+        """
+        flags = steps.take(self._prepare)
+        seconds = min(TRIAL_SECONDS, steps.timeout / 2)
+        steps.take(lambda: self._run(flags, seconds))
+        steps.take(self._clear)
+
+    def _prepare(self) -> int:
+        """Load the kernel, and run it once without ranks: that must not come while another one waits."""
+        cuda = self._cupy.cuda
+        self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
+        self._page[:] = 0
+        self._kernel = load_kernel(self._cupy, peers_source(), TRY_PEERS)
+        self._stream = cuda.Stream(non_blocking=True)
+        self._launch(0, 0.0)
+        self._stream.synchronize()
+        return secrets.randbits(62) + 1
+
+    @property
+    def _page(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._memory, dtype=np.uint64, count=1 + 3 * self._ranks)
+
+    def _launch(self, ranks: int, seconds: float) -> None:
+        numbers = (self._memory.ptr, self._rank, ranks, int(seconds * 1e9))
+        with self._stream:
+            self._kernel((1,), (TRIAL_THREADS,), tuple(np.int64(number) for number in numbers))
+
+    def _run(self, flags: Sequence[int], seconds: float) -> None:
+        page, end = self._page, time.monotonic() + seconds
+        _, heard, arenas, sent = np.split(page, [1, 1 + self._ranks, 1 + 2 * self._ranks])
+        arenas[:], sent[:] = self._addresses, flags
+        self._launch(self._ranks, 2 * seconds)
+        runtime = self._cupy.cuda.runtime
+        while (status := runtime.streamQuery(self._stream.ptr)) == NOT_READY:
+            if time.monotonic() > end or self._given_up.is_set():
+                page[0] = 1
+            if time.monotonic() > end + 2 * seconds:
+                _abandoned.append(self)
+                raise UsageError("its GPU does not end the kernel that tries the memory of its peers")
+            time.sleep(1e-4)
+        runtime.check_status(status)
+        for peer, (address, found) in enumerate(zip(self._addresses, heard.tolist(), strict=True)):
+            if address and found != HEARD:
+                what = "hears nothing of" if not found else "sees a flag without the data before it of"
+                raise UsageError(f"its GPU {what} that of rank {peer}, whose stores it should see")
+
+    def _clear(self) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memset(self._addresses[self._rank], 0, TRIAL_BYTES * self._ranks)
         runtime.deviceSynchronize()
-
-    marks = steps.take(leave)
-    steps.take(look)
-    steps.take(clear)
 
 
 # ---- windows
@@ -330,6 +437,7 @@ class _Windows:
         rank: int,
         domains: tuple[int, ...],
         nbytes: int,
+        given_up: threading.Event,
     ) -> None:
         self._cupy = cupy
         self._library = library
@@ -342,27 +450,29 @@ class _Windows:
         self._link: Link | None = None
         self._memory = 0
         self._window: Window | None = None
+        self._given_up = given_up
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
         ids = self._steps.take(self._unique_id)
-        support = self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
-        self._need(
-            [able for able, _ in support], "NCCL has no windows among these GPUs (NCCL_DEBUG=INFO tells more)"
-        )
-        self._need(self._steps.take(self._register), "NCCL makes no window")
+        self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
+        for number, made in enumerate(self._steps.take(self._register)):
+            if not made:
+                raise StepFailed(number, "NCCL has no windows among these GPUs; NCCL_DEBUG=INFO tells more")
         seen = self._steps.take(self._addresses)
         for number, one in enumerate(seen):
             if not all(one):
                 raise StepFailed(number, "NCCL does not reach the memory of all GPUs beside it")
-        copies = all(one for _, one in support)
-        groups = self._steps.take(self._multicast if copies else lambda: 0)
+        groups = self._steps.take(self._multicast)
         addresses = [0] * self._size
         for peer, address in zip(self._members, seen[self._rank], strict=True):
             addresses[peer] = address
-        if not all(groups):
+        for number, (_, refused) in enumerate(groups):
+            if refused:
+                return tuple(addresses), 0, f"no multicast address: rank {number}: {refused}"
+        if not all(address for address, _ in groups):
             return tuple(addresses), 0, "no multicast address: not in these GPUs, or NCCL_NVLS_ENABLE=0"
         self.kind = "windows and multicast"
-        return tuple(addresses), groups[self._rank], ""
+        return tuple(addresses), groups[self._rank][0], ""
 
     def close(self, steps: JointSteps) -> None:
         # a step, since destroying a communicator waits for the other ranks
@@ -379,6 +489,10 @@ class _Windows:
     def _give_back(self) -> None:
         link, memory = self._link, self._memory
         self._link, self._memory = None, 0
+        if link is not None and self._given_up.is_set():
+            with suppress(NcclFailed):
+                link.abort()  # to destroy it would wait for a rank that has not joined
+            link = None
         with suppress(NcclFailed):
             if memory:
                 self._windows.free(memory)
@@ -386,20 +500,16 @@ class _Windows:
             if link is not None:
                 link.destroy()
 
-    def _need(self, told: Sequence[bool], what: str) -> None:
-        for number, one in enumerate(told):
-            if not one:
-                self.close(self._steps)
-                raise StepFailed(number, what)
-
     def _unique_id(self) -> str:
         return self._library.unique_id().hex() if self._rank == self._members[0] else ""
 
-    def _connect(self, unique_id: bytes) -> tuple[bool, bool]:
+    def _connect(self, unique_id: bytes) -> None:
         place = self._members.index(self._rank)
-        self._link = self._library.connect(len(self._members), place, unique_id)
-        self._settle()
-        return self._windows.support(self._link)
+        try:
+            self._link = self._library.connect(len(self._members), place, unique_id)
+            self._settle()
+        except NcclFailed as error:
+            raise NcclFailed(f"{error}{short_of_shared_memory()}") from error
 
     def _register(self) -> bool:
         assert self._link is not None, "the step before"
@@ -416,7 +526,7 @@ class _Windows:
         assert self._link is not None, "the step before"
         end = time.monotonic() + self._steps.timeout
         while not self._link.ready():
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._given_up.is_set():
                 raise NcclFailed("nothing, and does not end")
             time.sleep(1e-3)
 
@@ -424,9 +534,13 @@ class _Windows:
         assert self._window is not None, "made by all"
         return [self._window.address(place) for place in range(len(self._members))]
 
-    def _multicast(self) -> int:
+    def _multicast(self) -> tuple[int, str]:
+        """Return the multicast address or 0, and why NCCL refuses one: then the windows stay without."""
         assert self._window is not None, "made by all"
-        return self._window.multicast()
+        try:
+            return self._window.multicast(), ""
+        except NcclFailed as error:
+            return 0, in_words(error)
 
 
 # ---- CUDA's own means
@@ -467,8 +581,9 @@ class _ByCuda:
                 runtime.ipcCloseMemHandle(address)
         with suppress(StepFailed, TopoplanError):
             steps.take(lambda: None)  # nobody has it open any more
+            memory, self._memory = self._memory, 0
             with suppress(runtime.CUDARuntimeError):
-                runtime.free(self._memory)
+                runtime.free(memory)
 
     def _here(self, peer: int) -> bool:
         """Whether a rank is one of this process."""

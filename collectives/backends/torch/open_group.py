@@ -65,7 +65,7 @@ def make_group(*, timeout: float) -> None:
     try:
         rank, size, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if nccl:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         if not 0 <= rank < size:
             raise ValueError(f"RANK {rank} is not below WORLD_SIZE {size}")
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from collectives.arrays.current_device import on_device
 from collectives.arrays.torch_arrays import TorchArrays, on_gpu
 from collectives.arrays.torch_on_cupy import line_on_cupy, stream_on_cupy
 from collectives.backends.backend import AVERAGED, Call
@@ -60,7 +61,7 @@ class WindowMembers:
         if not on_gpu(memory.source):
             self._run_messages(call)
             return
-        with self._cupy.cuda.Device(self._gpu):
+        with on_device(self._cupy, self._gpu):
             stream = torch.cuda.current_stream(memory.source.device)
             self._kernels.arrays.behind(stream_on_cupy(self._cupy, stream, self._gpu))
         source, result = (

@@ -6,6 +6,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +19,15 @@ from collectives.backends.nccl.backend import NcclBackend
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.signature import Signature
+from tests.jobs import nccl_rank
+from tests.support import fake_nccl
+from tests.support.fake_processes import customized
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
-from tests.support.gpu_ranks import on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
 
@@ -375,27 +381,112 @@ def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_wit
 # ---- how a process finds its place
 
 
+def from_environments(
+    machine: Machine, ranks: int, task: Callable[[Communicator, NcclBackend, int], Any], **place: str
+) -> list[Any]:
+    """What the task returns or raises on each rank, each a thread that a launcher gave its place."""
+    results: list[Any] = [None] * ranks
+
+    def be(rank: int) -> None:
+        try:
+            told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TOPOPLAN_RENDEZVOUS": meeting.address}
+            mine = {name: value.format(rank=rank, next=rank + 1) for name, value in place.items()}
+            backend = NcclBackend.from_environment(
+                environment={**told, **mine}, timeout=20.0, region_bytes=8 << 20
+            )
+            with Communicator(forest_plan(ranks, "allreduce", "binary"), backend, timeout=20.0) as comm:
+                results[rank] = task(comm, backend, rank)
+        except Exception as error:
+            results[rank] = error
+
+    with Rendezvous("127.0.0.1:0", ranks) as meeting:
+        threads = [threading.Thread(target=be, args=[rank]) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    return results
+
+
 def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
-    machine: Machine, cupy: ModuleType
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two ranks on one of two GPUs, as LOCAL_RANK says; NCCL is told how many are on a GPU."""
     machine.gpus = 2
-    with Rendezvous("127.0.0.1:0", 1) as meeting:
-        place = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "3",
-            "LOCAL_WORLD_SIZE": "4",
-            "TOPOPLAN_RENDEZVOUS": meeting.address,
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
-                patch.setenv(name, "")
-                patch.delenv(name)
-            backend = NcclBackend.from_environment(environment=place)
-            assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-            assert os.environ["NCCL_MAX_CTAS"] == "4"
-        assert (backend.rank, backend.size, backend.arrays.device) == (0, 1, 1)
-        backend.close()
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found = from_environments(
+        machine,
+        2,
+        lambda comm, backend, rank: (backend.rank, backend.size, backend.arrays.device),
+        LOCAL_RANK="3",
+    )
+    assert found == [(0, 2, 1), (1, 2, 1)]
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert os.environ["NCCL_MAX_CTAS"] == "4"
+
+
+def test_ranks_that_see_one_gpu_each_do_not_share_it(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU for each task, or a container for each rank: all call theirs 0, and the host has many ranks."""
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(fake_nccl, "VERSION", (2, 29, 7))
+    busses = iter(range(4))
+
+    def bus(device: int) -> str:
+        if not hasattr(machine.here, "bus"):
+            machine.here.bus = next(busses)
+        return f"0000:{machine.here.bus:02x}:00.0"
+
+    cupy.cuda.runtime.deviceGetPCIBusId = bus
+    found = from_environments(
+        machine,
+        4,
+        lambda comm, backend, rank: (backend.arrays.device, backend.about["ranks_per_gpu"]),
+        LOCAL_RANK="{rank}",
+        LOCAL_WORLD_SIZE="4",
+    )
+    assert found == [(0, 1)] * 4
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+
+
+@pytest.mark.parametrize("peers", [True, False], ids=["windows", "messages"])
+def test_arrays_made_after_the_back_end_are_on_its_gpu_and_no_rank_makes_a_context_on_gpu_0(
+    machine: Machine, cupy: ModuleType, peers: bool
+) -> None:
+    """GPU 0 is another process's alone (EXCLUSIVE_PROCESS), and the ranks are on GPUs 1 and 2."""
+    machine.gpus, machine.peers, machine.exclusive = 3, peers, {0}
+    arrays = floats(2, 5000)
+
+    def task(comm: Communicator, backend: NcclBackend, rank: int) -> Any:
+        found = [comm.all_reduce(cupy.asarray(arrays[rank])).get() for _ in range(3)]
+        later = comm.all_reduce(cupy.asarray(arrays[rank]), async_op=True).wait()
+        return backend.arrays.device, [one.tobytes() for one in (*found, later.get())]
+
+    found = from_environments(machine, 2, task, LOCAL_RANK="{next}")
+    with Communicator(forest_plan(2, "allreduce", "binary")) as reference:
+        wanted = reference.all_reduce(arrays)[0].tobytes()
+    assert found == [(rank + 1, [wanted] * 4) for rank in range(2)]
+    assert machine.contexts == {1, 2}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("one_each", [False, True], ids=["all GPUs", "one GPU each"])
+def test_processes_of_a_launcher_work_on_a_gpu_each_and_on_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_each: bool
+) -> None:
+    """What the report runs on real GPUs, in two processes with stand-ins of their own."""
+    for name, value in customized(tmp_path, gpus=3, one_each=one_each).items():
+        monkeypatch.setenv(name, value)
+    ended, text = nccl_rank.start(2, "check,close", port=free_port(), timeout=120, counts="7")
+    assert ended, text
+    assert text.count("check: ok") == 2
+    for rank in range(2):
+        assert f"rank {rank}: contexts [{rank}], misuses []" in text
 
 
 @pytest.mark.parametrize(

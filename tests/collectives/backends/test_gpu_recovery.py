@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Queue
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from collectives.backends.nccl.connections import Connections
 from collectives.communicator.going_on import can_go_on
 from collectives.peers.over_store import StoreWorld
 from collectives.peers.survivors import Survivors
+from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
 from tests.support.fake_streams import Machine
 from tests.support.gpu_exchange_checks import check_shrink
@@ -84,10 +85,7 @@ def settled() -> list[str]:
 def way(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
     """How much NCCL helps: 2.28.7, 2.27.3, older, or by CuPy's bindings."""
     if request.param in RELEASES:
-        major, minor, micro = RELEASES[request.param]
-        release = SimpleNamespace(major=major, minor=minor, micro=micro)
-        told = SimpleNamespace(libnccl=SimpleNamespace(version=release, path="/some/libnccl.so.2"))
-        monkeypatch.setattr(sys.modules["nccl.core"], "get_version", lambda: told)
+        monkeypatch.setattr(fake_nccl, "VERSION", RELEASES[request.param])
     else:
         monkeypatch.setitem(sys.modules, "nccl.core", None)
     return str(request.param)

@@ -28,7 +28,7 @@ def without_nccl4py(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl4py_is_taken_where_it_is_else_cupy(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert described(find_library(cupy)) == "2.30.3 by nccl4py, /fake/libnccl.so.2"
+    assert described(find_library(cupy)) == "2.30.3 by nccl4py for 2.32.3, /fake/libnccl.so.2"
     assert find_library(cupy, name="cupy").name == "cupy"
     monkeypatch.setitem(sys.modules, "nccl.core", None)  # type: ignore[arg-type]
     assert find_library(cupy).name == "cupy"
@@ -39,7 +39,7 @@ def test_nccl4py_that_finds_an_older_library_than_it_can_call_or_none_is_left_fo
 ) -> None:
     old = SimpleNamespace(version=SimpleNamespace(major=2, minor=21, micro=5), path="/old/libnccl.so.2")
     for found in (old, None):
-        told = SimpleNamespace(libnccl=found)
+        told = SimpleNamespace(libnccl=found, nccl_bindings=SimpleNamespace(major=2, minor=32, micro=3))
         monkeypatch.setattr(sys.modules["nccl.core"], "get_version", lambda told=told: told)
         assert find_library(cupy).name == "cupy"
         with pytest.raises(UsageError, match=r"nccl4py is missing, finds no libnccl, or .* pip install"):
@@ -65,7 +65,9 @@ def test_a_library_too_old_for_several_ranks_on_a_gpu_is_named_with_its_version_
     assert prepare(cupy, trees=False, ranks_per_gpu=2, bindings=bindings).name == bindings
     vars(sys.modules["cupy.cuda.nccl"])["get_version"] = lambda: 22907
     release = SimpleNamespace(major=2, minor=29, micro=7)
-    told = SimpleNamespace(libnccl=SimpleNamespace(version=release, path="/old/libnccl.so.2"))
+    told = SimpleNamespace(
+        libnccl=SimpleNamespace(version=release, path="/old/libnccl.so.2"), nccl_bindings=release
+    )
     vars(sys.modules["nccl.core"])["get_version"] = lambda: told
     with pytest.raises(UsageError, match=rf"2 ranks on one GPU need NCCL 2\.30\.3.* 2\.29\.7 by {bindings}"):
         prepare(cupy, trees=False, ranks_per_gpu=2, bindings=bindings)

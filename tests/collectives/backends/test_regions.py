@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl import regions
+from collectives.backends.nccl import connections, regions
 from collectives.backends.nccl.backend import NcclBackend
+from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
@@ -106,6 +107,7 @@ def test_processes_of_a_host_open_handles_and_threads_of_one_do_not(
     else:
         assert "messages: no windows: rank 0: NCCL has no windows" in (text := found.pop())
         assert "; and rank 0: the GPU failed: CUDARuntimeError('cudaErrorMapBufferObjectFailed')" in text
+        assert machine.memory == {}
     assert machine.opened == []
 
 
@@ -159,13 +161,125 @@ def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) 
     machine.gpus, machine.peers, machine.windows = 2, True, (True, True)
     text = said(cupy, 2, bindings=["nccl4py", "cupy"])
     assert text == (
-        "windows over peer access (windows need nccl4py with NCCL 2.29.7, and rank 1 has 2.30.3 by cupy)"
+        "windows over peer access (windows need nccl4py and NCCL 2.29.7 or newer, and rank 1 has 2.30.3 by cupy)"
     )
+
+
+def test_windows_are_had_from_an_nccl_that_is_older_than_the_bindings(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    """As with the libnccl that a torch brings: it refuses the bindings' question for its properties."""
+    import sys
+
+    machine.gpus, machine.windows = 2, (True, True)
+    assert fake_nccl.VERSION < fake_nccl.BINDINGS
+    bindings: Any = sys.modules["nccl.bindings.nccl"]
+
+    def task(comm: Communicator, rank: int) -> str:
+        backend: Any = comm._open().backend
+        with pytest.raises(bindings.NCCLError, match="InvalidUsage"):
+            bindings.comm_query_properties(backend._connections._made[0].handle)
+        return about(comm, rank)[0]
+
+    assert outcome(run(cupy, 2, task)) == ["windows over windows and multicast"] * 2
+
+
+def test_where_nccl_makes_no_windows_the_reason_names_the_versions_and_nothing_of_them_is_left(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 2, True
+
+    def task(comm: Communicator, rank: int) -> str:
+        assert len(machine.memory) == 2  # of the peer access that is taken instead
+        return about(comm, rank)[0]
+
+    assert set(outcome(run(cupy, 2, task))) == {
+        "windows over peer access (no windows: rank 0: NCCL has no windows among these GPUs; NCCL_DEBUG=INFO tells "
+        "more (2.30.3 by nccl4py for 2.32.3, /fake/libnccl.so.2))"
+    }
+    made = [one for one in machine.kept if isinstance(one, fake_nccl.Comm)]
+    assert [one.aborted for one in made] == [False, False, True, True]
+    assert all(one.aborted or one.destroyed for one in made)
+    assert machine.memory == {}
+
+
+def test_a_refused_multicast_address_costs_no_windows(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    machine.gpus, machine.windows = 2, (True, True)
+    bindings: Any = sys.modules["nccl.bindings.nccl"]
+
+    def refuses(window: Any, offset: int) -> int:
+        raise bindings.NCCLError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
+
+    monkeypatch.setattr(bindings, "get_lsa_multimem_device_pointer", refuses)
+    assert said(cupy, 2) == (
+        "windows over windows (no multicast address: rank 0: NCCL reports NCCL_ERROR_UNHANDLED_CUDA_ERROR; "
+        "NCCL_DEBUG=WARN tells more)"
+    )
+
+
+@pytest.mark.parametrize(("free", "named"), [(64 << 20, True), (0, True), (1 << 30, False)])
+@pytest.mark.parametrize("first", [True, False], ids=["messages", "windows"])
+def test_a_small_folder_of_shared_memory_is_named_where_nccl_does_not_start(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, first: bool, free: int, named: bool
+) -> None:
+    import sys
+
+    machine.gpus, machine.peers = 2, True
+    core: Any = sys.modules["nccl.core"]
+    bindings: Any = sys.modules["nccl.bindings.nccl"]
+    genuine = core.Communicator.init
+
+    def init(nranks: int, rank: int, unique_id: Any, config: Any = None) -> Any:
+        # the communicator of windows is the second one
+        if first or any(
+            isinstance(one, fake_nccl.Comm) and one.device == machine.device for one in machine.kept
+        ):
+            raise bindings.NCCLError("NCCL_ERROR_SYSTEM_ERROR")
+        return genuine(nranks, rank, unique_id, config)
+
+    monkeypatch.setattr(core.Communicator, "init", init)
+    space = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=1 << 18)
+    monkeypatch.setattr(connections.os, "statvfs", lambda path: space)
+    text = str(run(cupy, 2, lambda comm, rank: about(comm, rank)[0])[0])
+    assert "NCCL_ERROR_SYSTEM_ERROR" in text
+    size = "0B" if not free else "64MB"
+    told = f"; /dev/shm has {size} free of 1GB, which can be too little for NCCL (docker run --shm-size=1g)"
+    assert (told in text) == named, text
+
+
+@pytest.mark.parametrize(
+    ("places", "most"),
+    [
+        ([("a", "01"), ("a", "02"), ("b", "01"), ("b", "02")], 1),
+        ([("a", "01"), ("a", "01"), ("b", "01"), ("b", "02")], 2),
+        ([("a", "01")], 1),
+    ],
+)
+def test_ranks_of_a_gpu_are_counted_by_host_and_bus_id(
+    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, places: list[tuple[str, str]], most: int
+) -> None:
+    """Every process may see one GPU alone, which it calls 0."""
+    said: list[str] = []
+
+    class World:
+        def texts(self, text: str, *, timeout: float) -> list[str]:
+            said.append(text)
+            return said
+
+    for host, bus in places:
+        monkeypatch.setattr(regions, "_host", lambda host=host: host)
+        cupy.cuda.runtime.deviceGetPCIBusId = lambda device, bus=bus: f"0000:{bus}:00.0"
+        found = regions.count_ranks_per_gpu(cupy, World(), 0, timeout=1.0)  # type: ignore[arg-type]
+    assert found == most
 
 
 @pytest.mark.thorough
 @pytest.mark.sampled
-@pytest.mark.parametrize("what", ["comm_window_register", "get_lsa_multimem_device_pointer", "mem_alloc"])
+@pytest.mark.parametrize("what", ["comm_window_register", "get_peer_device_pointer", "mem_alloc"])
 def test_where_nccl_fails_on_one_rank_all_go_another_way_and_messages_still_move(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -194,6 +308,7 @@ def test_where_nccl_fails_on_one_rank_all_go_another_way_and_messages_still_move
             "windows over peer access (no windows: rank 1: NCCL reports NCCL_ERROR_UNHANDLED"
         )
         assert result.tobytes() == wanted.tobytes()
+    assert machine.memory == {}
     machine.peers = False
     for text, result in outcome(run(cupy, 3, task, timeout=3.0)):
         assert text.startswith("messages: no windows: rank 1: NCCL reports ")

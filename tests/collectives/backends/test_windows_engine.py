@@ -12,6 +12,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.nccl import regions
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
@@ -75,8 +76,8 @@ def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine.gpus, machine.peers = 4, True
     settings = {"region_bytes": REGION, "bindings": "nccl4py", "chunk_bytes": 1 << 20, "timeout": 40.0}
     check_bits(cupy, collective, length, calls=3, **settings)
-    # three calls and one empty run on each rank
-    assert machine.launches == 4 * 4
+    # three calls and one empty run on each rank, behind the two runs that try the peers
+    assert machine.launches == 4 * (4 + 2)
     assert machine.graph_launches == 0
 
 
@@ -185,19 +186,46 @@ def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     assert "the engine 'threads' is unknown; use auto, windows or messages" in str(found[0])
 
 
+@pytest.mark.parametrize("far", [0, 2])
 def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
-    machine: Machine, cupy: ModuleType
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, far: int
 ) -> None:
+    """Copies through the host may get through where stores of a kernel do not: rank 1's stores to one rank are lost."""
     machine.gpus, machine.peers = 3, True
-    genuine, other = cupy.cuda.runtime.memcpy, np.array([7])
+    genuine = regions._ByCuda._reach
 
-    def wrong(dst: int, src: int, size: int, kind: int) -> None:
-        genuine(dst, other.ctypes.data if machine.device == 2 and kind == 2 else src, size, kind)
+    def elsewhere(mapped: Any, given: Any) -> list[int]:
+        seen = genuine(mapped, given)
+        if machine.device == 1:
+            seen[far] = machine.allocate(1 << 10)
+        return seen
 
-    cupy.cuda.runtime.memcpy = wrong
+    monkeypatch.setattr(regions._ByCuda, "_reach", elsewhere)
+    monkeypatch.setattr(regions, "TRIAL_SECONDS", 0.5)
     said = outcome(run(cupy, 3, about))
     assert len(set(said)) == 1
-    assert said[0].endswith("; and rank 2: finds other memory where that of rank 0 should be")
+    assert said[0].endswith(
+        f"; and rank {far}: its GPU hears nothing of that of rank 1, whose stores it should see"
+    )
+    assert len(machine.memory) == 1  # what rank 1 has beside its arena
+
+
+def test_a_rank_that_fails_ends_the_kernels_that_wait_for_it(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus, machine.peers = 3, True
+    genuine = regions._Trial._run
+
+    def fails(trial: Any, flags: Any, seconds: float) -> None:
+        if machine.device == 1:
+            raise UsageError("cannot launch")
+        genuine(trial, flags, seconds)
+
+    monkeypatch.setattr(regions._Trial, "_run", fails)
+    said = outcome(run(cupy, 3, about))
+    assert set(said) == {said[0]}
+    assert said[0].endswith("; and rank 1: cannot launch")
+    assert machine.memory == {}  # no kernel may write there any more
 
 
 def test_ranks_that_want_different_engines_are_told_so(machine: Machine, cupy: ModuleType) -> None:

@@ -197,13 +197,14 @@ def test_a_gradient_without_elements_is_fed(fake: Fake) -> None:
 
 def test_a_residual_lies_on_the_gpu_of_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy, _ = install_selection(monkeypatch, Machine(gpus=2))
+    here = cupy.asarray(np.arange(9, dtype=np.float32))
     feedback = GpuErrorFeedback(9, device=1, momentum=0.5)
     with cupy.cuda.Device(1):
         there = cupy.asarray(np.arange(9, dtype=np.float32))
     indices, values = feedback.feed(there, 2)
     assert (indices.device.id, values.device.id, indices.get().tolist()) == (1, 1, [7, 8])
     with pytest.raises(UsageError, match="on GPU 0 and the residual on GPU 1"):
-        feedback.feed(cupy.asarray(np.arange(9, dtype=np.float32)), 2)
+        feedback.feed(here, 2)
 
 
 # ---- entries
