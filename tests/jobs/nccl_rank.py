@@ -1,12 +1,12 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
-Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
-``OVERLAP``, ``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``COUNTS`` (of elements, for ``check``), ``MACHINE`` and
-``WAIT_SECONDS`` choose settings. The tasks are done one after another. Each rank prints its engine first, and a line for each task that ended well. ``refuse`` and
-``die`` come after calls whose graph was captured and replayed, and print in how many seconds the error came;
-``die-inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The communicator is
-unusable after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed, or left out and
-added again, and the others continue, and print how and in how many seconds.
+Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``, ``OVERLAP``,
+``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``COUNTS`` (of elements, for ``check``), ``MACHINE`` and ``WAIT_SECONDS``
+choose settings. The tasks are done one after another. Each rank prints its engine first, and a line for each task that
+ended well. ``refuse`` and ``die`` come after calls whose graph was captured and replayed, and print in how many seconds
+the error came; ``die-inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The
+communicator is unusable after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed,
+or left out and added again, and the others continue, and print how and in how many seconds.
 """
 
 from __future__ import annotations

@@ -453,6 +453,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         deviceSynchronize=machine.bind,
         deviceGetPCIBusId=lambda device: f"0000:{machine.first + device:02x}:00.0",
         deviceCanAccessPeer=can_access,
+        deviceGetAttribute=lambda number, device: 0,
         deviceEnablePeerAccess=enable,
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: machine.device,

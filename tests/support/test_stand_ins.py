@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 import topoplan
+from collectives.backends.nccl import regions
 from tests.support import fake_cupy as wires
+from tests.support import gpu_facts
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import fake_cupy
 from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces, nccl_module
@@ -404,3 +406,31 @@ def test_with_the_genuine_packages_and_no_gpu_a_bench_over_nccl_gets_as_far_as_t
     assert done.stderr.count("\n") == 1
     assert "finds no GPU: cudaErrorInsufficientDriver" in done.stderr
     assert "use a machine with a GPU and its driver" in done.stderr
+
+
+def test_numbers_of_cuda_are_those_of_the_genuine_bindings() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    names = {
+        "compute mode": "COMPUTE_MODE",
+        "VMM": "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+        "file descriptor handles": "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        "fabric handles": "HANDLE_TYPE_FABRIC_SUPPORTED",
+        "multicast": "MULTICAST_SUPPORTED",
+        "MPS": "MPS_ENABLED",
+        "host native atomics": "HOST_NATIVE_ATOMIC_SUPPORTED",
+    }
+    genuine = {
+        name: int(getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{text}"))
+        for name, text in names.items()
+    }
+    assert genuine == gpu_facts.ATTRIBUTES
+    assert genuine["MPS"] == regions.MPS_ENABLED
+    peer = {
+        "performance rank": "PERFORMANCE_RANK",
+        "access": "ACCESS_SUPPORTED",
+        "native atomics": "NATIVE_ATOMIC_SUPPORTED",
+    }
+    prefix = "CU_DEVICE_P2P_ATTRIBUTE_"
+    assert {
+        name: int(getattr(driver.CUdevice_P2PAttribute, prefix + text)) for name, text in peer.items()
+    } == gpu_facts.PEER

@@ -50,7 +50,12 @@ SPARE = 256 << 20
 QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 """How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
 
-STREAMS = 2
+STREAMS = 4
+"""Streams of a rank: one of its arrays, and three of its messages (`lanes`)."""
+
+MPS_ENABLED = 133
+"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: the multi-process service lets kernels of several processes run at
+once."""
 
 TRIAL_SECONDS = 10.0
 """Time for a peer's stores to be seen, before a region is refused."""
@@ -187,6 +192,7 @@ class _Rank:
     device: int
     free: int
     queues: int
+    shares: bool
     nccl: str
     windows: bool
     team: int
@@ -250,6 +256,7 @@ def open_region(
             "device": device,
             "free": int(runtime.memGetInfo()[0]),
             "queues": _queues(os.environ.get(QUEUES, "")),
+            "shares": _serves_processes(runtime, device),
             "nccl": described(library),
             "windows": windows is not None,
             "team": team,
@@ -306,16 +313,26 @@ def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int
             )
     for number, one in enumerate(ranks):
         sharing = gpus[one.host, one.gpu]
-        if sharing > 1 and any(
-            (other.host, other.gpu) == (one.host, one.gpu) and other.process != one.process for other in ranks
-        ):
-            return "several processes share a GPU, where a kernel would wait for one whose turn does not come"
-        if sharing > 1 and STREAMS * sharing > one.queues:
+        beside = [other.process for other in ranks if (other.host, other.gpu) == (one.host, one.gpu)]
+        if len(set(beside)) > 1 and not one.shares:
             return (
-                f"rank {number} shares its GPU with {sharing - 1} others, for which {QUEUES} must be "
-                f"{STREAMS * sharing} or more, and is {one.queues}"
+                f"{sharing} ranks in {len(set(beside))} processes share a GPU, which runs kernels of one process at "
+                "a time; start NVIDIA's multi-process service (nvidia-cuda-mps-control -d)"
+            )
+        inside = beside.count(one.process)
+        if inside > 1 and STREAMS * inside > one.queues:
+            return (
+                f"{QUEUES} must be {STREAMS * inside} or more for the {inside} ranks of rank {number}'s process on "
+                f"its GPU, got {one.queues}"
             )
     return ""
+
+
+def _serves_processes(runtime: Any, device: int) -> bool:
+    """Return whether kernels of several processes run on a GPU at once."""
+    with suppress(runtime.CUDARuntimeError):  # drivers before 12.1 do not know the attribute
+        return bool(runtime.deviceGetAttribute(MPS_ENABLED, device))
+    return False
 
 
 def _no_windows(ranks: Sequence[_Rank]) -> str:

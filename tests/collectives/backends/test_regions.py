@@ -117,7 +117,11 @@ def test_several_processes_on_a_gpu_use_messages(
     machine.gpus, machine.peers = 2, True
     monkeypatch.setattr(regions, "_process", lambda: f"process {machine.device}")
     cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
-    assert said(cupy, 2).startswith("messages: several processes share a GPU")
+    assert said(cupy, 2).startswith(
+        "messages: 2 ranks in 2 processes share a GPU, which runs kernels of one process"
+    )
+    cupy.cuda.runtime.deviceGetAttribute = lambda number, device: int(number == regions.MPS_ENABLED)
+    assert said(cupy, 2).startswith("windows over ipc"), "under the multi-process service"
 
 
 def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
@@ -127,8 +131,7 @@ def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
     cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3")
     assert said(cupy, 2) == (
-        "messages: rank 0 shares its GPU with 1 others, for which CUDA_DEVICE_MAX_CONNECTIONS must be 4 or more, "
-        "and is 3"
+        "messages: CUDA_DEVICE_MAX_CONNECTIONS must be 8 or more for the 2 ranks of rank 0's process on its GPU, got 3"
     )
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     assert said(cupy, 2).startswith("windows over peer access")
