@@ -26,8 +26,8 @@ from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
 from tests.support.fake_streams import Machine
 from tests.support.gpu_exchange_checks import check_shrink
+from tests.support.gpu_ranks import SECONDS, floats, on_every_rank, outcome
 from tests.support.gpu_ranks import cupy as cupy
-from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
@@ -259,7 +259,7 @@ def test_one_that_is_left_out_closes_its_arena_without_the_others(machine: Machi
     results = outcome(on_every_rank(cupy, plan_for(3), task, **SMALL))
     for rank in (0, 2):
         assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
-    assert max(seconds) < 5
+    assert max(seconds) < SECONDS
     assert settled() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -176,9 +177,10 @@ def test_every_cut_of_an_error_is_a_proof(size: int, data: st.DataObject) -> Non
 
 def test_the_seconds_of_a_plan_are_measured() -> None:
     """And they are the time of the call, not of the import."""
+    begun = time.perf_counter()
     made = topoplan.plan(DGX, "allreduce", gpus=[0, 1])
     assert made.seconds is not None
-    assert 0 < made.seconds < 5
+    assert 0 < made.seconds <= time.perf_counter() - begun
 
 
 def test_a_broadcast_is_bounded_at_its_root_or_at_a_leaf() -> None:
