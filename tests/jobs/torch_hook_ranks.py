@@ -174,6 +174,7 @@ def interrupted() -> dict[str, str]:
     """Return what ends a step of rank 0, which is interrupted while it waits for rank 1, and the next one of rank 1."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     found = {}
+    others = dist.new_group()  # beside the group that the hook uses
     for name, megabytes in (("one", 100), ("several", 0.0005)):
         state = HookState(plan(), timeout=20)
         ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
@@ -182,14 +183,14 @@ def interrupted() -> dict[str, str]:
         if dist.get_rank() == 0:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
-            dist.barrier()  # until rank 0 has ended its step
+            dist.barrier(others)  # until rank 0 has ended its step
         found[name] = "nothing"
         try:
             trained(ddp, steps=range(3, 4))
         except (KeyboardInterrupt, BackendError) as error:
             found[name] = type(error).__name__
         if dist.get_rank() == 0:
-            dist.barrier()
+            dist.barrier(others)
         state.close()
         dist.barrier()
     return found
