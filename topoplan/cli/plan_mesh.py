@@ -8,6 +8,7 @@ from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    in_network_words,
     plan_notes,
     print_json,
     print_notes,
@@ -160,7 +161,11 @@ def print_mesh(mesh: MeshPlans) -> None:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    told = verdict(first.channels, mesh.gap)
+    told = verdict(
+        first.channels,
+        mesh.gap,
+        "without in-network reduction" if any(in_network_words(group.plan) for group in mesh.groups) else "",
+    )
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
     same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
     print(f"rate   {same} in every group of weight 1 ({told})")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from topoplan.cli import arguments
 from topoplan.cli.output import (
     draw_plot,
+    in_network_words,
     plan_notes,
     print_csv,
     print_json,
@@ -233,6 +234,9 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
     else:
         bus = bus_words(best.bound, plans.collective, len(plans.ranks))
         print(f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}")
+        beyond = in_network_words(best)
+        if beyond:
+            print(f"       {beyond}")
         print()
         print(_table(lines))
         print()

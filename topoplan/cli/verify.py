@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import plan_notes, print_error, print_json, print_notes, table
+from topoplan.cli.output import in_network_words, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
@@ -270,6 +271,7 @@ def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
 
 
 def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
+    beyond = in_network_bound(plan)
     return {
         "valid": True,
         "collective": plan.collective,
@@ -277,6 +279,7 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
         "rate": finite(report.rate),
         "bound": finite(report.bound),
         "optimal": report.optimal,
+        **({} if beyond is None else {"in_network_bound": beyond}),
         "trees": report.trees,
         "height": report.height,
         "bottleneck": [list(link) for link in report.bottleneck],
@@ -298,7 +301,8 @@ def _print_report(plan: Plan, report: Verification) -> None:
         )
         print(f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads")
         print(f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}")
-        print("rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}")
+        gap = "rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}"
+        print(", ".join(filter(None, (gap, in_network_words(plan)))))
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
         print(f"full links: {full}{more}")
