@@ -29,6 +29,7 @@ from topoplan.fabric.fabric import channel_words
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
+from topoplan.simulation.time_bound import rounded
 from topoplan.units import bus_words, counted, format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     lines = range_times(choice)
     notes = [*plan_notes(plans), *choice.notes]
     if options.csv:
-        print_csv(_points(plans))
+        print_csv(_points(choice))
         return 0
     if options.json:
         print_json(_object(choice, lines, notes, seconds))
@@ -302,10 +303,11 @@ def _times_table(plans: SizePlans, times: SizeTimes) -> str:
     return table(("size", "schedule", "us", "no schedule below", "ratio"), rows)
 
 
-def _points(plans: SizePlans) -> list[dict[str, object]]:
-    """What ``--json`` says of every size."""
+def _points(choice: Choice) -> list[dict[str, object]]:
+    """What ``--json`` and ``--csv`` say of every size; on the windows engine the bound is that of the bytes alone."""
+    plans = choice.plans
     if plans.times is None:
-        return []
+        return _points_of_windows(choice)
     return [
         {
             "size": size,
@@ -316,6 +318,25 @@ def _points(plans: SizePlans) -> list[dict[str, object]]:
         }
         for size, seconds, least in plans.times.points
     ]
+
+
+def _points_of_windows(choice: Choice) -> list[dict[str, object]]:
+    bound = max(plan.bound for plan in choice.plans.plans) * 1e9
+    points: list[dict[str, object]] = []
+    for size in choice.sizes if choice.windows else ():
+        plan = choice.plans.at(size)
+        setting = choice.windows[choice.candidates.index(plan)].setting(size)
+        seconds, least = rounded(setting.seconds), rounded(size / bound)
+        points.append(
+            {
+                "size": size,
+                "schedule": "one-shot" if setting.packets else plan.schedule,
+                "seconds": seconds,
+                "bound_seconds": least,
+                "ratio": seconds / least if least else None,
+            }
+        )
+    return points
 
 
 def _setting_cells(setting: Setting | None) -> tuple[str, ...]:
@@ -365,7 +386,7 @@ def _object(
             }
             for line in lines
         ],
-        **({} if plans.times is None else {"points": _points(plans)}),
+        "points": _points(choice),
         **({} if choice.costs is None else {"engine": "windows", "costs": asdict(choice.costs)}),
         "candidates": [_summary(plan) for plan in choice.candidates],
         "digest": plans.digest,
