@@ -60,7 +60,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=_weights,
         metavar="A",
         help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
-        "(default: all alike)",
+        "(default: all alike; order does not guess them)",
     )
 
 
