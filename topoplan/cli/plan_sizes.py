@@ -29,7 +29,6 @@ from topoplan.fabric.fabric import channel_words
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
-from topoplan.simulation.time_bound import rounded
 from topoplan.units import bus_words, counted, format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -321,6 +320,8 @@ def _points(choice: Choice) -> list[dict[str, object]]:
 
 
 def _points_of_windows(choice: Choice) -> list[dict[str, object]]:
+    from topoplan.simulation.time_bound import rounded
+
     bound = max(plan.bound for plan in choice.plans.plans) * 1e9
     points: list[dict[str, object]] = []
     for size in choice.sizes if choice.windows else ():

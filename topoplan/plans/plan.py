@@ -382,9 +382,9 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        check_known(value, PLAN_KEYS, "the plan")
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == FORMAT_2
         check_format(value, FORMAT_2 if second else FORMAT)
+        check_known(value, PLAN_KEYS, "the plan")
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")
