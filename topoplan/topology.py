@@ -88,11 +88,14 @@ class Device:
         ``peer_access``, which readers of machines turn into links (`topoplan.hosts.staging.without_peer_access`).
     capable : tuple of str
         What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
+    forwards : bool
+        A NIC or CPU that passes on the data of other servers. Without it no route passes a NIC or CPU of a third server
+        (`topoplan.clusters.transit`).
 
     Raises
     ------
     TopologyError
-        Empty name, unknown kind, or facts that are no texts in ascending order.
+        Empty name, unknown kind, facts that are no texts in ascending order, or ``forwards`` of another kind.
     """
 
     name: str
@@ -105,8 +108,13 @@ class Device:
     reduce: bool = False
     facts: tuple[tuple[str, str], ...] = ()
     capable: tuple[str, ...] = ()
+    forwards: bool = False
 
     def __post_init__(self) -> None:
+        if self.forwards and self.kind not in ("nic", "cpu"):
+            raise TopologyError(
+                f"device {self.name}: forwards is a key of NICs and CPUs, got kind {self.kind!r}; leave it out"
+            )
         if not isinstance(self.capable, tuple):
             object.__setattr__(self, "capable", tuple(self.capable))
         if not set(self.capable) <= set(IN_NETWORK):
@@ -418,10 +426,10 @@ class Topology:
         networkx.MultiDiGraph
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
             ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, where there is any, ``capable``
-            (a list of texts) of `Device`. An edge for each link, its key the channel, with the attributes ``channel``,
-            ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its place among the links
-            of the machine, since a graph keeps none. Attributes of the graph: ``name``, ``source``, ``notes`` (a list
-            of texts), ``peer_access`` (a dict of seconds by number of GPUs).
+            (a list of texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the
+            attributes ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its
+            place among the links of the machine, since a graph keeps none. Attributes of the graph: ``name``,
+            ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number of GPUs).
 
         Examples
         --------
@@ -450,7 +458,8 @@ class Topology:
             known["facts"] = dict(device.facts)
             known["capable"] = list(device.capable)
             graph.add_node(
-                device.name, **{key: known[key] for key in known if key != "capable" or known[key]}
+                device.name,
+                **{key: known[key] for key in known if key not in ("capable", "forwards") or known[key]},
             )
         for position, link in enumerate(self.links):
             known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in ("src", "dst")}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import topoplan
 from tests.support.checkout import Run
+from tests.support.matrices import uniform_matrix
 from topoplan.errors import TopologyError, UsageError
 from topoplan.in_network import CHOICES, fully_used, with_in_network
 from topoplan.plans import Plan
+from topoplan.topology import Topology
 
 
 @pytest.mark.parametrize("which", sorted(CHOICES))
@@ -100,6 +104,65 @@ def test_both_rates_of_nvls_are_told(run: Run, name: str, rate: float, team: flo
     assert f"nvls   {rate:g} GB/s with roots" in run("plan", name, "--in-network", "nvswitch")[1]
     assert json.loads(run("plan", name, "--in-network", "nvswitch", "--json")[1])["team_wide"] == team
     assert "team_wide" not in json.loads(run("plan", name, "--json")[1])
+
+
+def bare(machine: Topology, **gpu: object) -> Topology:
+    """The machine as one writes it down who says nothing of its NVSwitches, with what is said of its GPUs."""
+    devices = (
+        replace(one, capable=(), **({"model": "", "facts": ()} | gpu if one.kind == "gpu" else {}))
+        for one in machine.devices
+    )
+    return replace(machine, devices=tuple(devices))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "able"),
+    [
+        ("dgx-h100", {}, True),  # 18 NVLinks
+        ("dgx-h100", {"model": "NVIDIA H20"}, True),
+        ("dgx-b200", {"facts": (("sm", "100"),)}, True),
+        ("dgx-a100", {}, False),
+        ("dgx-a100", {"model": "NVIDIA H800"}, True),
+        ("dgx-a100", {"model": "NVIDIA A800-SXM4-80GB"}, False),
+        ("dgx-2", {}, False),
+    ],
+)
+def test_nvswitches_are_marked_by_the_generation_of_their_gpus(
+    name: str, gpu: dict[str, object], able: bool
+) -> None:
+    """In every text and graph that is read, and in clusters of it."""
+    machine = bare(topoplan.load(name), **gpu)
+    read = [topoplan.load(machine.to_json()), topoplan.load(machine.to_networkx())]
+    cluster = topoplan.cluster([topoplan.Server(read[0], count=2)], nic_gbps=400)
+    for one in (*read, cluster):
+        switches = [device for device in one.devices if device.kind == "nvswitch"]
+        assert switches
+        assert all(device.capable == (("multicast", "reduce") if able else ()) for device in switches)
+
+
+@pytest.mark.parametrize(("code", "able"), [("NV18", True), ("NV12", False)])
+def test_the_text_of_nvidia_smi_marks_its_nvswitch(code: str, able: bool) -> None:
+    """NV18 is Hopper or Blackwell; after dead links only more than an A100 has tell it."""
+    text = uniform_matrix(8, code)
+    assert bool(topoplan.load(text).device("nvswitch0").capable) is able
+
+
+def test_every_line_of_a_bound_says_what_in_network_reduction_could_do(run: Run, tmp_path: Path) -> None:
+    """Also of a plan file, whose machine states models and not what its switches could do."""
+    words = "without in-network reduction; with it at most 450 GB/s, 787.5 of bus bandwidth"
+    path = tmp_path / "plan.json"
+    for command in (
+        ("plan", "dgx-h100", "-o", str(path)),
+        ("plan", "dgx-h100", "--bound-only"),
+        ("plan", "dgx-h100", "--sizes", "1MB"),
+        ("verify", str(path)),
+        ("recommend", "dgx-h100", "--count", "8"),
+    ):
+        assert words in run(*command)[1], command
+    for command in (("plan", "dgx-h100"), ("plan", "dgx-h100", "--bound-only"), ("verify", str(path))):
+        assert json.loads(run(*command, "--json")[1])["in_network_bound"] == 450.0
+    for command in (("plan", "dgx-h100", "--in-network", "nvswitch"), ("plan", "dgx-a100")):
+        assert "in-network reduction" not in run(*command)[1]
 
 
 def test_the_planner_refuses_switches_that_are_not_there() -> None:

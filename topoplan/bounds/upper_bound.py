@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import cast
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.fabric.fabric import CHANNEL_SPLITS
+from topoplan.fabric.fabric import CHANNEL_SPLITS, Fabric
+from topoplan.hosts.gpu_identity import with_capable
+from topoplan.in_network import fully_used
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates import Certificate, Channels, OneFabric
-from topoplan.plans.plan import EVERY
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
 from topoplan.topology import Topology, TopologyLike
-from topoplan.units import nearest_float
+from topoplan.units import TOLERANCE, exact, nearest_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +101,31 @@ def bound(
     if fabric.size > 1:
         rate = nearest_float(certificate.bound(fabric, collective, rank))
     return Bound(collective, fabric.ranks, rank, fabric.topology, fabric.channels, rate, certificate)
+
+
+def in_network_bound(proved: Plan | Bound) -> float | None:
+    """The bound in GB/s if switches copied and added wherever they could; None where that is no more than is proved.
+
+    A bound holds for switches that do what the machine says of them, which is to forward unless it is asked for more.
+    NVSwitches of Hopper and later could do more (`topoplan.hosts.gpu_identity.with_capable`), and NCCL's NVLS uses it.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> in_network_bound(topoplan.plan("dgx-h100")), in_network_bound(topoplan.plan("dgx-a100"))
+    (450.0, None)
+    """
+    able = fully_used(with_capable(proved.topology))
+    if able == proved.topology or len(proved.ranks) < 2 or proved.collective == ALL_TO_ALL:
+        return None
+    parts = [Fabric(able, (channel,)) for channel in proved.channels]
+    whole = Fabric(able, proved.channels)
+    rate = sum(
+        (
+            best_bound(fabric, proved.collective, proved.root).bound(fabric, proved.collective, proved.root)
+            for fabric in (parts if whole.split else [whole])
+        ),
+        Fraction(0),
+    )
+    least = proved.bound if isinstance(proved, Plan) else proved.rate
+    return nearest_float(rate) if rate > exact(least) * (1 + exact(TOLERANCE)) else None

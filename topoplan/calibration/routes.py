@@ -14,7 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from topoplan.clusters.transit import Transit
 from topoplan.topology import Link, Topology
+
+Step = tuple[Link, int, int]
+"""A link on a shortest path, and the states at its ends in the graph of routes."""
 
 WIRES = {
     "nvlink": ("nvlink",),
@@ -78,8 +82,7 @@ class Routes:
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
         # each when a route over such links is first asked for
-        self._leaving = cache(lambda channel: _widest_from(topology, WIRES[channel]))
-        self._entering = cache(lambda channel: _entering(self._leaving(channel)))
+        self._ways = cache(lambda channel: _Ways(topology, WIRES[channel]))
         self._steps = cache(self._searched)
         self._path = cache(self._walked)
 
@@ -96,7 +99,7 @@ class Routes:
         if not through_host:
             striped = self._stages("nvlink", src, dst)
             if striped:
-                return Route("nvlink", striped)
+                return Route("nvlink", tuple(tuple(link for link, _, _ in stage) for stage in striped))
         path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
         return Route("pcie", tuple((link,) for link in path)) if path else None
 
@@ -119,45 +122,46 @@ class Routes:
 
     def _walked(self, src: str, dst: str, channel: str = "pcie") -> tuple[Link, ...]:
         """One shortest path; empty where there is none."""
-        links = []
-        at = src
+        links: list[Link] = []
+        at = -1
         for stage in self._stages(channel, src, dst):
-            onwards = [link for link in stage if link.src == at]
-            links.append(max(onwards, key=lambda link: link.bandwidth))
-            at = links[-1].dst
+            onwards = [step for step in stage if at < 0 or step[1] == at]
+            link, _, at = max(onwards, key=lambda step: step[0].bandwidth)
+            links.append(link)
         return tuple(links)
 
-    def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[Link, ...], ...]:
+    def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[Step, ...], ...]:
         """The links of all shortest paths, by how far they are from the source; empty where there is none."""
-        steps = self._steps(channel, src)
-        if dst not in steps or src == dst:
+        steps, ways = self._steps(channel, src), self._ways(channel)
+        ends = [state for state in ways.states.get(dst, ()) if state in steps]
+        if not ends or src == dst:
             return ()
-        wanted = {dst}
-        stages: list[tuple[Link, ...]] = []
-        for distance in range(steps[dst] - 1, -1, -1):
-            found = [
-                (place, link)
-                for device in wanted
-                for place, link in self._entering(channel).get(device, ())
-                if steps.get(link.src) == distance and (link.src == src or link.src not in self._gpus)
-            ]
-            stage = tuple(link for _, link in sorted(found, key=lambda one: one[0]))
-            wanted = {link.src for link in stage}
-            stages.append(stage)
+        least = min(steps[state] for state in ends)
+        wanted = {state for state in ends if steps[state] == least}
+        stages: list[tuple[Step, ...]] = []
+        for distance in range(least - 1, -1, -1):
+            found = sorted(
+                (place, before, state)
+                for state in wanted
+                for place, before in ways.entering[state]
+                if steps.get(before) == distance and (not distance or ways.device(before) not in self._gpus)
+            )
+            wanted = {before for _, before, _ in found}
+            stages.append(tuple((ways.links[place], before, state) for place, before, state in found))
         return tuple(reversed(stages))
 
-    def _searched(self, channel: str, src: str) -> Mapping[str, int]:
-        """Number of links to every device that can be reached without passing a GPU."""
-        leaving = self._leaving(channel)
-        steps = {src: 0}
-        frontier = [src]
-        for device in frontier:
-            if device != src and device in self._gpus:
+    def _searched(self, channel: str, src: str) -> Mapping[int, int]:
+        """Number of links to every state that can be reached without passing a GPU."""
+        ways = self._ways(channel)
+        frontier = list(ways.states.get(src, ()))[:1]
+        steps = dict.fromkeys(frontier, 0)
+        for state in frontier:
+            if steps[state] and ways.device(state) in self._gpus:
                 continue
-            for link in leaving.get(device, ()):
-                if link.dst not in steps:
-                    steps[link.dst] = steps[device] + 1
-                    frontier.append(link.dst)
+            for _, after in ways.leaving[state]:
+                if after not in steps:
+                    steps[after] = steps[state] + 1
+                    frontier.append(after)
         return steps
 
 
@@ -173,16 +177,30 @@ def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = F
     return Routes(topology).between(src, dst, through_host=through_host)
 
 
-def _entering(leaving: Mapping[str, tuple[Link, ...]]) -> dict[str, list[tuple[int, Link]]]:
-    """The links by destination, each with its place among all of them."""
-    entering: dict[str, list[tuple[int, Link]]] = {}
-    for place, link in enumerate(link for links in leaving.values() for link in links):
-        entering.setdefault(link.dst, []).append((place, link))
-    return entering
+class _Ways:
+    """The links of some channels, and the graph of the routes over them (`topoplan.clusters.transit`)."""
+
+    def __init__(self, topology: Topology, kinds: Collection[str]) -> None:
+        self.links = _widest(topology, kinds)
+        vertices = [device.name for device in topology.devices if device.kind in ("gpu", "helper")]
+        rest = [device.name for device in topology.devices if device.kind not in ("gpu", "helper")]
+        self._names = (*vertices, *rest)
+        position = {name: place for place, name in enumerate(self._names)}
+        ends = tuple((position[link.src], position[link.dst]) for link in self.links)
+        graph = Transit.of(topology).graph(self._names, len(vertices), ends)
+        self._nodes = graph.nodes
+        self.leaving, self.entering = graph.leaving(), graph.entering()
+        self.states: dict[str, list[int]] = {}
+        for state, node in enumerate(graph.nodes):
+            self.states.setdefault(self._names[node], []).append(state)
+
+    def device(self, state: int) -> str:
+        """The device that a state stands for."""
+        return self._names[self._nodes[state]]
 
 
-def _widest_from(topology: Topology, kinds: Collection[str]) -> dict[str, tuple[Link, ...]]:
-    """The links of some channels by source; of several between the same two devices the widest."""
+def _widest(topology: Topology, kinds: Collection[str]) -> tuple[Link, ...]:
+    """The links of some channels, those from one device together; of several between two devices the widest."""
     widest: dict[tuple[str, str], Link] = {}
     for link in topology.links:
         if link.channel in kinds:
@@ -192,4 +210,4 @@ def _widest_from(topology: Topology, kinds: Collection[str]) -> dict[str, tuple[
     leaving: dict[str, list[Link]] = {}
     for link in widest.values():
         leaving.setdefault(link.src, []).append(link)
-    return {src: tuple(links) for src, links in leaving.items()}
+    return tuple(link for links in leaving.values() for link in links)

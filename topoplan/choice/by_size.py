@@ -257,7 +257,13 @@ def _on_windows(
             "the windows engine is for NVIDIA's GPUs, and these are AMD's; choose the engine messages"
         )
     if len(plans[0].ranks) > 1:
-        _check_domain(Fabric(topology, channels))
+        fabric = Fabric(topology, channels)
+        if fabric.in_network:
+            raise UsageError(
+                "the windows engine's model of time has no switches that copy or add, so its times would contradict "
+                "the rates of these plans; choose --in-network none, or the engine messages"
+            )
+        _check_domain(fabric)
     costs, words = costs_of(topology) if given is None else (given, words_of(given))
     clocks = tuple(WindowsClock(plan, costs) for plan in plans)
     notes = [words]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from topoplan.cli import arguments
@@ -21,6 +22,7 @@ from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.debug_log import parse_nccl_log, via_kind
 from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
 from topoplan.formats.nccl_logs.perf_runs import PerfRun
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.hosts.notes import warning
 from topoplan.in_network import fully_used
 from topoplan.plans.plan import check_collective
@@ -103,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:
-        whole = machine.whole if options.in_network is not None else fully_used(machine.whole)
+        named = _with_models(machine.whole, runs)
+        whole = named if options.in_network is not None else fully_used(with_capable(named))
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
@@ -114,9 +117,21 @@ def run(options: argparse.Namespace) -> int:
     else:
         parts = [_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
         print("\n\n".join("\n".join(lines) for lines in parts))
-        adding = [] if whole == machine.whole else [ADDING]
+        adding = [] if whole == named else [ADDING]
         print_notes(*adding, *machine.whole.notes)
     return 0
+
+
+def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
+    """The machine whose GPUs are of the model that the logs name, where they name one and the machine names none."""
+    models = {rank.model for run in runs for rank in run.ranks if rank.model}
+    if len(models) != 1 or any(
+        machine.device(gpu).model or machine.device(gpu).fact("sm") for gpu in machine.gpus
+    ):
+        return machine
+    (model,) = models
+    devices = (replace(one, model=model) if one.kind == "gpu" else one for one in machine.devices)
+    return replace(machine, devices=tuple(devices))
 
 
 def judge_runs(
@@ -248,10 +263,15 @@ def _reference_lines(found: Reachable) -> list[str]:
         return ["a single rank sends nothing, so nothing bounds it"]
     rates = [f"{name} {both(rate)}" for name, rate in found.nccl]
     first, *others = rates or ["has nothing here"]
+    without = (
+        ""
+        if found.in_network is None
+        else f" without in-network reduction; with it at most {both(found.in_network)}"
+    )
     return [
         f"NCCL   {first}",
         *(f"       {rate}" for rate in others),
-        f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
+        f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule{without}: {found.links}",
     ]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from topoplan.cli import arguments
 from topoplan.cli.arguments import first_given
@@ -22,7 +23,7 @@ from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import UsageError
 from topoplan.formats.load import load, load_network
 from topoplan.ordering.launch_files import LAUNCH_FILES, hosts_of, seats, usage
-from topoplan.ordering.mesh_axes import MeshOrder, best_mesh
+from topoplan.ordering.mesh_axes import PRESETS, MeshOrder, best_mesh, preset_weights
 from topoplan.ordering.search import RankOrder, best_order
 from topoplan.plans.plan import COLLECTIVES, check_collective
 
@@ -60,6 +61,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     add_mesh(parser)
     parser.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        metavar="NAME",
+        help="with --mesh, the weights of a kind of training in place of --axes: megatron "
+        f"({_preset_words('megatron')})",
+    )
+    parser.add_argument(
         "--format",
         choices=FORMATS,
         metavar="FORMAT",
@@ -78,8 +86,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--json goes with no --format {options.format}; leave one of them out")
     if options.output and not options.format:
         raise UsageError(f"-o needs a --format: one of {', '.join(FORMATS)}")
-    if options.axes is not None and options.mesh is None:
-        raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
+    axes = _axes(options)
     check_target(options.output, "-o")
     collective = check_collective(options.collective)
     if collective not in COLLECTIVES:
@@ -99,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             ranked = best_order(part, given=now)
             best = ranked.ranks
         else:
-            ranked = best_mesh(part, options.mesh, collective, axes=options.axes, given=now)
+            ranked = best_mesh(part, options.mesh, collective, axes=axes, given=now)
             best = ranked.best.ranks
     order = tuple(chosen[rank] for rank in best)
     answer = Answer(
@@ -136,6 +143,30 @@ def run(options: argparse.Namespace) -> int:
         print_order(answer, ranked)
     print_notes(*dict.fromkeys((*(network.notes if network else ()), *machine.whole.notes)))
     return 0
+
+
+def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
+    """Weights of the axes, as given or of a preset; UsageError if several axes run and neither is given."""
+    for name in ("axes", "preset"):
+        if getattr(options, name) is not None and options.mesh is None:
+            raise UsageError(f"--{name} belongs to --mesh; give the mesh, or leave it out")
+    if options.axes is not None and options.preset is not None:
+        raise UsageError("--preset gives the weights that --axes states; leave one of them out")
+    if options.preset is not None:
+        return preset_weights(options.preset, options.mesh)
+    wide = [name for name, extent in (options.mesh or {}).items() if extent > 1]
+    if options.axes is None and len(wide) > 1:
+        weights = ",".join(f"{name}={PRESETS['megatron'].get(name, 1)}" for name in wide)
+        raise UsageError(
+            f"the mesh has {len(wide)} axes and nothing says how many bytes each moves, which decides where it lies; "
+            f"add --axes with their weights, such as {weights}, or --preset megatron"
+        )
+    axes: Mapping[str, Fraction | int] | None = options.axes
+    return axes
+
+
+def _preset_words(name: str) -> str:
+    return ", ".join(f"{axis} {weight}" for axis, weight in PRESETS[name].items())
 
 
 def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], NodeNetwork | None]:

@@ -21,12 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from topoplan.bounds.upper_bound import Bound, in_network_bound
 from topoplan.cli.arguments import PLOT_OPTIONS, first_given
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
-from topoplan.plans.plan import Plans
-from topoplan.units import number_ranges
+from topoplan.plans.plan import Plan, Plans
+from topoplan.units import bus_words, number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,15 +81,34 @@ def print_notes(*notes: str, file: TextIO | None = None) -> None:
         print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
 
 
-def verdict(channels: Sequence[str], gap: float) -> str:
+def verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
     """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
+
+    ``without`` says what the bound leaves out, as `in_network_words` does.
 
     Examples
     --------
     >>> verdict(("nvlink",), 0.0), verdict(("nvlink",), 0.25)
     ('optimal over nvlink, proved', '25.00% below the bound')
     """
-    return f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
+    told = f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
+    return f"{told} {without}" if without else told
+
+
+def in_network_words(proved: Plan | Bound) -> str:
+    """What in-network reduction could do beside a bound that leaves it out; empty where it could do no more.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> in_network_words(topoplan.plan("dgx-h100"))
+    'without in-network reduction; with it at most 450 GB/s, 787.5 of bus bandwidth'
+    """
+    beyond = in_network_bound(proved)
+    if beyond is None:
+        return ""
+    bus = bus_words(beyond, proved.collective, len(proved.ranks))
+    return f"without in-network reduction; with it at most {beyond:.6g} GB/s{bus}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:

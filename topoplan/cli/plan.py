@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.bounds.upper_bound import bound
+from topoplan.bounds.upper_bound import bound, in_network_bound
 from topoplan.cli import arguments, plan_mesh, plan_sizes, plan_survive
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
@@ -16,6 +16,7 @@ from topoplan.cli.output import (
     check_plot,
     check_target,
     draw_plot,
+    in_network_words,
     plan_notes,
     print_csv,
     print_json,
@@ -277,6 +278,7 @@ def _run_bound(options: argparse.Namespace) -> int:
     gpus = machine.allocation(options.gpus)
     proved = bound(machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels)
     seconds = time.perf_counter() - started
+    beyond = in_network_bound(proved)
     if options.json:
         print_json(
             {
@@ -285,6 +287,7 @@ def _run_bound(options: argparse.Namespace) -> int:
                 "ranks": list(proved.ranks),
                 "channels": list(proved.channels),
                 "bound": finite(proved.rate),
+                **({} if beyond is None else {"in_network_bound": beyond}),
                 "certificate": proved.certificate.to_object(),
                 "seconds": seconds,
             }
@@ -295,6 +298,8 @@ def _run_bound(options: argparse.Namespace) -> int:
     print(f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}")
     bus = bus_words(proved.rate, proved.collective, len(proved.ranks))
     print(f"bound  {proved.rate:.6g} GB/s{bus}: {explain_certificate(proved)}")
+    if beyond is not None:
+        print(f"       {in_network_words(proved)}")
     print(f"proved in {format_seconds(seconds)}")
     print_notes(*proved.topology.notes)
     return 0
@@ -303,6 +308,7 @@ def _run_bound(options: argparse.Namespace) -> int:
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
     by_phase, wider, needed = phases(plan), _wider_bound(plan), connections(plan)
+    beyond = in_network_bound(plan)
     return {
         **plan.to_object(),
         "seconds": plan.seconds,
@@ -310,6 +316,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "busbw": finite(plan.rate * bus_factor(plan.collective, len(plan.ranks))),
         "digest": plan.digest,
         **({} if wider is None else {"wider_bound": wider}),
+        **({} if beyond is None else {"in_network_bound": beyond}),
         **({} if plan.team_wide == plan.rate else {"team_wide": plan.team_wide}),
         **({} if by_phase is None else {"phases": by_phase.to_object()}),
         **({} if needed is None else {"connections": needed.to_object()}),
@@ -343,7 +350,7 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     else:
         count = len(plan.ranks)
         bus = bus_words(plan.rate, plan.collective, count)
-        told = verdict(plan.channels, plan.gap)
+        told = verdict(plan.channels, plan.gap, in_network_words(plan))
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({told})")
         if plan.team_wide != plan.rate:
             print(

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    in_network_words,
     plan_notes,
     print_json,
     print_notes,
@@ -59,7 +60,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=_weights,
         metavar="A",
         help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
-        "(default: all alike)",
+        "(default: all alike; order does not guess them)",
     )
 
 
@@ -160,7 +161,11 @@ def print_mesh(mesh: MeshPlans) -> None:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    told = verdict(first.channels, mesh.gap)
+    told = verdict(
+        first.channels,
+        mesh.gap,
+        "without in-network reduction" if any(in_network_words(group.plan) for group in mesh.groups) else "",
+    )
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
     same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
     print(f"rate   {same} in every group of weight 1 ({told})")

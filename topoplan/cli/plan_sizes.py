@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from topoplan.cli import arguments
 from topoplan.cli.output import (
     draw_plot,
+    in_network_words,
     plan_notes,
     print_csv,
     print_json,
@@ -154,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     lines = range_times(choice)
     notes = [*plan_notes(plans), *choice.notes]
     if options.csv:
-        print_csv(_points(plans))
+        print_csv(_points(choice))
         return 0
     if options.json:
         print_json(_object(choice, lines, notes, seconds))
@@ -233,6 +234,9 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
     else:
         bus = bus_words(best.bound, plans.collective, len(plans.ranks))
         print(f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}")
+        beyond = in_network_words(best)
+        if beyond:
+            print(f"       {beyond}")
         print()
         print(_table(lines))
         print()
@@ -298,10 +302,11 @@ def _times_table(plans: SizePlans, times: SizeTimes) -> str:
     return table(("size", "schedule", "us", "no schedule below", "ratio"), rows)
 
 
-def _points(plans: SizePlans) -> list[dict[str, object]]:
-    """What ``--json`` says of every size."""
+def _points(choice: Choice) -> list[dict[str, object]]:
+    """What ``--json`` and ``--csv`` say of every size; on the windows engine the bound is that of the bytes alone."""
+    plans = choice.plans
     if plans.times is None:
-        return []
+        return _points_of_windows(choice)
     return [
         {
             "size": size,
@@ -312,6 +317,27 @@ def _points(plans: SizePlans) -> list[dict[str, object]]:
         }
         for size, seconds, least in plans.times.points
     ]
+
+
+def _points_of_windows(choice: Choice) -> list[dict[str, object]]:
+    from topoplan.simulation.time_bound import rounded
+
+    bound = max(plan.bound for plan in choice.plans.plans) * 1e9
+    points: list[dict[str, object]] = []
+    for size in choice.sizes if choice.windows else ():
+        plan = choice.plans.at(size)
+        setting = choice.windows[choice.candidates.index(plan)].setting(size)
+        seconds, least = rounded(setting.seconds), rounded(size / bound)
+        points.append(
+            {
+                "size": size,
+                "schedule": "one-shot" if setting.packets else plan.schedule,
+                "seconds": seconds,
+                "bound_seconds": least,
+                "ratio": seconds / least if least else None,
+            }
+        )
+    return points
 
 
 def _setting_cells(setting: Setting | None) -> tuple[str, ...]:
@@ -361,7 +387,7 @@ def _object(
             }
             for line in lines
         ],
-        **({} if plans.times is None else {"points": _points(plans)}),
+        "points": _points(choice),
         **({} if choice.costs is None else {"engine": "windows", "costs": asdict(choice.costs)}),
         "candidates": [_summary(plan) for plan in choice.candidates],
         "digest": plans.digest,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    in_network_words,
     print_csv,
     print_json,
     print_notes,
@@ -185,7 +186,7 @@ def print_book(book: SurvivalPlans) -> None:
         f"{whole.collective} on {whole.topology.name}, {counted(len(whole.ranks), 'GPU')} "
         f"({named_ranks(whole.ranks)}), over {channel_words(whole.channels)}"
     )
-    print(f"rate   {_rate_words(whole)} ({verdict(whole.channels, whole.gap)})")
+    print(f"rate   {_rate_words(whole)} ({verdict(whole.channels, whole.gap, in_network_words(whole))})")
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     each = ", ".join(
         f"{number} {(WORDS if number == 1 else SEVERAL)[kind]}" for kind, number in kinds.items()

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 from itertools import groupby
 
+from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import listed_sets, print_csv, print_json, print_notes, table
+from topoplan.cli.output import in_network_words, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare.jobs import Division, JobSet, divide
@@ -232,6 +233,9 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         over = channel_words(best.channel.split("+"))
         bus = bus_words(best.rate, collective, len(best.gpus))
         print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, over {over}")
+        beyond = _in_network(machine, collective, best)
+        if beyond:
+            print(f"       {beyond}")
         print(f"leaves {_leaves(best, sets)}")
     print()
     rows = [
@@ -257,6 +261,11 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
     print("ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires")
+
+
+def _in_network(machine: Machine, collective: str, best: GpuSet) -> str:
+    """What in-network reduction could do on a set beside its bound, which leaves it out."""
+    return in_network_words(bound(machine.whole, collective, gpus=best.gpus))
 
 
 def _span(rates: Sequence[float]) -> str:

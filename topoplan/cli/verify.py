@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import plan_notes, print_error, print_json, print_notes, table
+from topoplan.cli.output import in_network_words, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
@@ -17,9 +18,9 @@ from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_fi
 from topoplan.interpreters.traffic import Loads, machine_loads
 from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.certificates import explain_certificate
-from topoplan.plans.json_values import finite
+from topoplan.plans.json_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.plan import Plan, Plans, check_shape
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
@@ -56,10 +57,11 @@ def run(options: argparse.Namespace) -> int:
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
     if isinstance(plans, SurvivalPlans):
-        return _run_survival(plans, as_json=options.json)
+        return _run_survival(plans, text, as_json=options.json)
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
+            _check_shapes(text, plans)
             bound = check_times(plans) if isinstance(plans, SizePlans) else None
     except PlanError as error:
         return _refused(error, as_json=options.json)
@@ -71,6 +73,30 @@ def run(options: argparse.Namespace) -> int:
         _print_report(plans, reports[0])
         print_notes(*plan_notes(plans))
     return 0
+
+
+def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
+    """Hold the numbers of trees and the heights that a file states to its shards; PlanError as `check_shape`."""
+    value = parse_object(text)
+    stated: list[tuple[object, Plan]] = []
+    if isinstance(read, MeshPlans):
+        groups = read_list(value.get("groups"), "groups")
+        stated = [(item, group.plan) for item, group in zip(groups, read.groups, strict=True)]
+    elif isinstance(read, SizePlans):
+        ranges = read_list(value.get("ranges"), "ranges")
+        stated = [(item, one.plan) for item, one in zip(ranges, read.ranges, strict=True)]
+    elif isinstance(read, SurvivalPlans):
+        failures = read_list(value.get("failures"), "failures")
+        stated = [
+            (item, one.plan)
+            for item, one in zip(failures, read.outcomes, strict=True)
+            if one.plan is not None
+        ]
+        check_shape(value, read.whole)
+    elif isinstance(read, Plan):
+        check_shape(value, read)
+    for item, plan in stated:
+        check_shape(read_object(read_object(item, "plan").get("plan"), "plan"), plan)
 
 
 def _refused(error: PlanError, *, as_json: bool) -> int:
@@ -94,6 +120,7 @@ def _run_mesh(options: argparse.Namespace, text: str) -> int:
     try:
         with progress_line("checking"):
             reports = verify_mesh(mesh)
+            _check_shapes(text, mesh)
     except PlanError as error:
         return _refused(error, as_json=options.json)
     if options.json:
@@ -116,11 +143,12 @@ def _run_mesh(options: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _run_survival(book: SurvivalPlans, *, as_json: bool) -> int:
+def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
     """Check the plan of the whole machine and, on the machine without what is lost, that of every failure."""
     try:
         with progress_line("checking"):
             whole, *after = verify_survival(book)
+            _check_shapes(text, book)
     except PlanError as error:
         return _refused(error, as_json=as_json)
     left = [one.failure for one in book.outcomes if one.plan is not None or one.like is not None]
@@ -270,6 +298,7 @@ def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
 
 
 def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
+    beyond = in_network_bound(plan)
     return {
         "valid": True,
         "collective": plan.collective,
@@ -277,6 +306,7 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
         "rate": finite(report.rate),
         "bound": finite(report.bound),
         "optimal": report.optimal,
+        **({} if beyond is None else {"in_network_bound": beyond}),
         "trees": report.trees,
         "height": report.height,
         "bottleneck": [list(link) for link in report.bottleneck],
@@ -298,7 +328,8 @@ def _print_report(plan: Plan, report: Verification) -> None:
         )
         print(f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads")
         print(f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}")
-        print("rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}")
+        gap = "rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}"
+        print(", ".join(filter(None, (gap, in_network_words(plan)))))
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
         print(f"full links: {full}{more}")

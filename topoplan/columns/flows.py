@@ -65,11 +65,9 @@ class FlowPacking(Packing):
 
     @cached_property
     def _leaving(self) -> list[list[tuple[int, int]]]:
-        """Of every node the nodes that its links lead to, and the rows of these links."""
-        leaving: list[list[tuple[int, int]]] = [[] for _ in self.fabric.nodes]
-        for (src, dst), row in zip(self.fabric.ends, self.orbits.row_of_link.tolist(), strict=True):
-            leaving[src].append((dst, row))
-        return leaving
+        """For every state of the graph of routes, the states that its links lead to, and the rows of these links."""
+        row_of = self.orbits.row_of_link.tolist()
+        return [[(dst, row_of[link]) for link, dst in row] for row in self.fabric.route_graph.leaving()]
 
     def shortest_paths(
         self, root: int, lengths: Sequence[int], height: int | None = None
@@ -79,14 +77,14 @@ class FlowPacking(Packing):
         Parameters
         ----------
         height : int or None
-            Most edges on a path from rank to rank. Then the tree has a layer of nodes for each number of edges so far.
+            Most edges on a path from rank to rank. Then the tree has a layer of states for each number of edges so far.
 
         Returns
         -------
         TreeColumn or None
             None where a path takes more edges.
         """
-        size, nodes = self.fabric.size, len(self.fabric.nodes)
+        size, nodes = self.fabric.size, len(self.fabric.route_graph.nodes)
         layers = 1 if height is None else height + 1
         parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
         best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
@@ -168,13 +166,13 @@ class FlowPacking(Packing):
 
     def _paths(self, tree: TreeColumn) -> list[Path]:
         """The path to every rank that the tree's root sends to."""
-        paths = []
+        paths, nodes = [], self.fabric.route_graph.nodes
         for rank, wanted in enumerate(self.demand[tree.root]):
             if wanted and rank != tree.root:
                 state, path = tree.up[rank], [rank]
                 while state != tree.root:
                     state = tree.down[state]
-                    path.append(state % len(self.fabric.nodes))
+                    path.append(nodes[state % len(nodes)])
                 paths.append(tuple(path[::-1]))
         return paths
 

@@ -130,7 +130,9 @@ def allocation_classes(
         # Left to itself, a plan takes PCIe beside NVLink only where NVLink joins some of the GPUs.
         islands = channels == "auto" and choice == (ALL,)
         pairs = Fabric(topology, choice).nvlink_pairs if islands else None
-        takes = partial(_takes, wiring, pairs)
+        takes: Callable[[tuple[int, ...]], bool] = partial(_takes, wiring, pairs)
+        if Fabric(topology, choice).has_transit:
+            takes = partial(_takes_routes, topology, choice, takes)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
         groups = twin_groups(machine_wiring(topology, tried))
         _check_number(topology, groups, left)
@@ -212,6 +214,16 @@ def _takes(wiring: Wiring, pairs: frozenset[tuple[int, int]] | None, gpus: tuple
     """True where these wires join the GPUs, and one of the pairs is among them (None for any GPUs)."""
     islands = pairs is None or any((a, b) in pairs for a in gpus for b in gpus)
     return islands and connects(wiring, gpus)
+
+
+def _takes_routes(
+    topology: Topology,
+    choice: tuple[str, ...],
+    takes: Callable[[tuple[int, ...]], bool],
+    gpus: tuple[int, ...],
+) -> bool:
+    """As `_takes`, in a machine that has ways through third servers: True where routes without them join the GPUs."""
+    return takes(gpus) and not Fabric(topology.subset(gpus), choice).unreachable()
 
 
 def _checked_sizes(topology: Topology, sizes: Collection[int] | None) -> set[int]:

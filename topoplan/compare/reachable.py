@@ -24,7 +24,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from topoplan.bounds.upper_bound import bound
+from topoplan.bounds.upper_bound import bound, in_network_bound
 from topoplan.compare.comparison import nccl_rivals
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
@@ -96,6 +96,8 @@ class Reachable:
         None within one server.
     model : tuple of Expectation
         What NCCL itself expects of each algorithm and protocol; empty where it has no model.
+    in_network : float or None
+        What no schedule exceeds if switches copied and added wherever they could; None where that is no more.
     """
 
     collective: str
@@ -108,6 +110,7 @@ class Reachable:
     time: TimeBound
     nics: Nics | None
     model: tuple[Expectation, ...] = ()
+    in_network: float | None = None
 
     @property
     def nccl_best(self) -> float | None:
@@ -182,6 +185,7 @@ def reachable(
         time_bound(fabric, proved.collective, rank, (), limit),
         _nics(fabric, proved.collective),
         _model(proved.topology, proved.collective),
+        in_network_bound(proved),
     )
 
 

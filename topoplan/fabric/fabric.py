@@ -1,17 +1,19 @@
 """The part of a machine that one plan may use: its ranks, the links of its channels, and routes between ranks.
 
 A *route* runs from one rank to another through forwarding devices only (switches, CPUs, NICs); passing another
-rank would be two edges of a tree. Capacities are exact rationals in GB/s.
+rank would be two edges of a tree, and the NIC or CPU of a third server forwards only where it says so
+(`topoplan.clusters.transit`). Capacities are exact rationals in GB/s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from topoplan.clusters.transit import NOT_FORWARDING, RouteGraph, Transit
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
 from topoplan.hosts.staging import staged
 from topoplan.topology import Link, Topology
@@ -204,6 +206,21 @@ class Fabric:
         return tuple((position[link.src], position[link.dst]) for link in self.links)
 
     @cached_property
+    def transit(self) -> Transit:
+        """Which devices do not forward what another server sends."""
+        return Transit.of(self.topology)
+
+    @cached_property
+    def route_graph(self) -> RouteGraph:
+        """What searches for routes walk on: states 0 to N - 1 are the ranks."""
+        return self.transit.graph(self.nodes, len(self.vertices), self.ends)
+
+    @property
+    def has_transit(self) -> bool:
+        """True where links lead through a third server that does not forward, so that not every path is a route."""
+        return self.route_graph.ends is not self.ends
+
+    @cached_property
     def direct(self) -> bool:
         """True when every usable link joins two ranks: no switch in between."""
         return len(self.nodes) == self.size
@@ -268,9 +285,8 @@ class Fabric:
     @cached_property
     def _listed(self) -> tuple[tuple[Arc, ...], frozenset[str]]:
         """The arcs, and which kinds are left out: at most `MOST_LISTED` ways to each switch are followed on."""
-        leaving: dict[int, list[tuple[int, int]]] = {}
-        for number, (src, dst) in enumerate(self.ends):
-            leaving.setdefault(src, []).append((number, dst))
+        graph = self.route_graph
+        leaving = graph.leaving()
         arcs = []
         left_out: set[str] = set()
         for tail in range(self.size):
@@ -280,9 +296,9 @@ class Fabric:
             level: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(tail, (), (tail,))]
             while level:
                 following = []
-                for node, path, visited in level:
-                    for number, dst in leaving.get(node, ()):
-                        if dst in visited:
+                for state, path, visited in level:
+                    for number, dst in leaving[state]:
+                        if graph.nodes[dst] in visited:
                             continue
                         ways[dst] = ways.get(dst, 0) + 1
                         links = len(path) + 1
@@ -293,7 +309,7 @@ class Fabric:
                         if dst < self.size:
                             found.setdefault(dst, []).append((*path, number))
                         else:
-                            following.append((dst, (*path, number), (*visited, dst)))
+                            following.append((dst, (*path, number), (*visited, graph.nodes[dst])))
                 level = following
             for head in sorted(found):
                 arcs += [self.arc(path) for path in found[head]]
@@ -323,28 +339,28 @@ class Fabric:
         if collective != "reduce":
             reached = self._reached_from(start, forward=True)
             if not reached >= ranks:
-                return tuple(self.nodes[node] for node in sorted(reached))
+                return self.devices_of(reached)
         if collective != "broadcast":
             lost = ranks - self._reached_from(start, forward=False)
             if lost:
-                reached = self._reached_from(min(lost), forward=True)
-                return tuple(self.nodes[node] for node in sorted(reached))
+                return self.devices_of(self._reached_from(min(lost), forward=True))
         return ()
 
+    def devices_of(self, states: Iterable[int]) -> tuple[str, ...]:
+        """Names of the devices that some states of the graph of routes stand for, in the order of `nodes`."""
+        return tuple(self.nodes[node] for node in sorted({self.route_graph.nodes[state] for state in states}))
+
     def zero_reach(self, start: int, length: Sequence[int], *, forward: bool) -> set[int]:
-        """Nodes that a node reaches, or for ``forward=False`` that reach it, over links of length zero."""
+        """States that a state reaches, or for ``forward=False`` that reach it, over links of length zero."""
         return self._reached_from(start, forward=forward, length=length)
 
     def _reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
-        following: dict[int, list[int]] = {}
-        for number, (src, dst) in enumerate(self.ends):
-            if length is None or length[number] == 0:
-                following.setdefault(src if forward else dst, []).append(dst if forward else src)
+        table = self.route_graph.leaving() if forward else self.route_graph.entering()
         reached = {start}
         frontier = [start]
-        for node in frontier:
-            for other in following.get(node, ()):
-                if other not in reached:
+        for state in frontier:
+            for number, other in table[state]:
+                if other not in reached and (length is None or length[number] == 0):
                     reached.add(other)
                     frontier.append(other)
         return reached
@@ -426,10 +442,27 @@ def _check_helpers(topology: Topology) -> None:
                     )
 
 
+def _forwarding(fabric: Fabric) -> Fabric:
+    """The fabric if the NICs and CPUs of all servers forwarded."""
+    devices = tuple(
+        replace(device, forwards=device.kind in NOT_FORWARDING) for device in fabric.topology.devices
+    )
+    return Fabric(replace(fabric.topology, devices=devices), fabric.channels)
+
+
 def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:
     """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
     mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
     cut = mixed.unreachable(collective, root)
+    if cut and not _forwarding(mixed).unreachable(collective, root):
+        gpus = [name for name in cut if name in topology.gpus]
+        others = [name for name in topology.gpus if name not in gpus]
+        return InfeasibleError(
+            f"every path from {{{', '.join(gpus)}}} to {{{', '.join(others)}}} passes NICs or CPUs of a third server, "
+            "which do not forward what other servers send; plan with a GPU of that server too, or state "
+            '"forwards": true of these devices',
+            cut=cut,
+        )
     wires = {
         "auto": "NVLink, PCIe or network",
         "nvlink": "NVLink",

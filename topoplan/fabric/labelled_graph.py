@@ -2,7 +2,8 @@
 
 Nodes are positions in `Fabric.nodes`, ranks first. A node's label says whether it is a rank or a helper and whether it
 copies or adds; a link's label stands for its bandwidth, channel and latency. Names, kinds, models and NUMA nodes are
-left out.
+left out. In a fabric that has ways through third servers, which routes must not take (`topoplan.clusters.transit`),
+labels also say which devices do not forward and which links join two servers, so that symmetries take routes to routes.
 
 Refinement (Weisfeiler and Leman 1968, directed) names every colour by its place among the sorted signatures, so that
 isomorphic colourings get equal names, and two nodes share a colour only if their signatures are equal: no hashing.
@@ -209,6 +210,11 @@ def bare_wiring_of(fabric: Fabric) -> Wiring:
 
 
 def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Wiring:
+    transit = fabric.transit if fabric.has_transit else None
+    marked = [
+        (*label, transit is not None and transit.joins(link))
+        for label, link in zip(labels, fabric.links, strict=True)
+    ]
     position = {name: i for i, name in enumerate(fabric.nodes)}
     kinds = np.zeros(len(position), dtype=np.int64)
     kinds[: fabric.size] = 4
@@ -216,10 +222,12 @@ def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Wir
     for device in fabric.topology.devices:
         if (device.multicast or device.reduce) and device.name in position:
             kinds[position[device.name]] += 2 * device.multicast + device.reduce
-    number = {label: place for place, label in enumerate(sorted(set(labels)))}
+        if transit is not None and device.name in transit.ends and device.name in position:
+            kinds[position[device.name]] += 16
+    number = {label: place for place, label in enumerate(sorted(set(marked)))}
     ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
     return Wiring(
-        fabric.size, kinds, ends[:, 0], ends[:, 1], np.array([number[x] for x in labels], dtype=np.int64)
+        fabric.size, kinds, ends[:, 0], ends[:, 1], np.array([number[x] for x in marked], dtype=np.int64)
     )
 
 
@@ -227,7 +235,8 @@ def machine_wiring(topology: Topology, channels: Sequence[str]) -> Wiring:
     """All links of a machine over some channels, in which allocations are parts that can be compared exactly.
 
     Labels hold all that a plan, a ring or the time model reads: of a device its kind and whether it copies or adds; of
-    what joins two devices, which a fabric reduces to one link, every link's channel, bandwidth, wires and latency.
+    what joins two devices, which a fabric reduces to one link, every link's channel, bandwidth, wires and latency; and
+    what decides which routes pass a third server.
 
     Examples
     --------
@@ -240,14 +249,19 @@ def machine_wiring(topology: Topology, channels: Sequence[str]) -> Wiring:
     fabric = Fabric(topology, tuple(channels))
     position = {name: i for i, name in enumerate(fabric.nodes)}
     by_name = {device.name: device for device in topology.devices}
-    kinds = [(by_name[name].kind, by_name[name].multicast, by_name[name].reduce) for name in fabric.nodes]
+    kinds = [
+        (by_name[name].kind, by_name[name].multicast, by_name[name].reduce, by_name[name].forwards)
+        for name in fabric.nodes
+    ]
+    transit = fabric.transit if fabric.has_transit else None
     usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
-    bundles: dict[tuple[int, int], list[tuple[str, float, int, float]]] = {}
+    bundles: dict[tuple[int, int], list[tuple[str, float, int, float, bool]]] = {}
     # Where NVLink and PCIe join the same two devices, trees over both take the wider of them alone.
     for link in fabric.links if fabric.union else topology.links:
         if link.channel in usable:
             latency = -1.0 if link.latency is None else float(link.latency)
-            label = (link.channel, float(link.bandwidth), link.count, latency)
+            between = transit is not None and transit.joins(link)
+            label = (link.channel, float(link.bandwidth), link.count, latency, between)
             bundles.setdefault((position[link.src], position[link.dst]), []).append(label)
     labels = [tuple(sorted(bundle)) for bundle in bundles.values()]
     number_of_kind = {kind: number for number, kind in enumerate(sorted(set(kinds)))}

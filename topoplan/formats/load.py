@@ -29,6 +29,7 @@ from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.formats.rocm_smi import is_rocm_smi, parse_rocm_smi
 from topoplan.formats.slurm.topology import is_slurm, parse_slurm
 from topoplan.formats.topology_json import decode_json, topology_from_object
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.hosts.staging import without_peer_access
 from topoplan.topology import Topology, TopologyLike
 
@@ -85,6 +86,7 @@ def load(
         _check_no_rates(
             rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
         )
+        machine = with_capable(machine) if machine is not source else machine
         return machine if merge is None else merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
     return load_text(
@@ -183,9 +185,9 @@ def _read_machine(
             raise TopologyError(f"the content is empty; give {_FORMATS}")
         if start == "{":
             _check_no_rates(rates, "topology JSON")
-            return _from_json(text, folder, single)
+            return with_capable(_from_json(text, folder, single))
         if start == "<":
-            topology = parse_nccl_xml(text, gpu_ids=gpu_ids, **rates)
+            topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
         if is_slurm(text):
             raise UsageError(
@@ -198,6 +200,7 @@ def _read_machine(
             topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
+    topology = with_capable(topology)
     return replace(topology, name=name) if name else topology
 
 

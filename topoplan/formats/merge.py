@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from topoplan.errors import UsageError
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Device, Link, Topology, facts
 
@@ -69,7 +70,7 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
     notes.append(f"NVLinks from {other.name}, GPUs matched by {how}{none}")
     if any(link.channel == "nvlink" for link in topology.links):
         notes.append(f"the NVLinks that {topology.name} itself states are replaced")
-    return replace(
+    merged = replace(
         bare,
         devices=(*gpus, *switches, *rest),
         links=(*links, *bare.links),
@@ -77,6 +78,7 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
         source="; ".join(filter(None, (topology.source, f"NVLinks from {other.name}: {other.source}"))),
         peer_access=topology.peer_access or other.peer_access,
     )
+    return with_capable(merged)
 
 
 def _without_nvlinks(topology: Topology) -> Topology:

@@ -64,6 +64,7 @@ _DEVICE_KEYS = {
     "reduce": TRUTH,
     "facts": FACTS,
     "capable": TEXTS,
+    "forwards": TRUTH,
 }
 _LINK_KEYS = {
     "src": TEXT,

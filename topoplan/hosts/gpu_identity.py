@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from topoplan.topology import IN_NETWORK, Device
+from topoplan.hosts.link_rates import A100
+from topoplan.topology import IN_NETWORK, Device, Topology
 
 _COMPUTE_CAPABILITY = (
     (r"P100", 60),
@@ -141,6 +142,82 @@ def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
     >>> nvswitch_capable([Device("gpu0", "gpu", model="H100")]), nvswitch_capable([Device("gpu0", "gpu")])
     (('multicast', 'reduce'), ())
     """
-    known = [gpu_identity(gpu, amd=False) for gpu in gpus]
-    able = bool(known) and all(not one.guessed and one.capability >= THIRD_GENERATION for one in known)
+    known = [known_capability(gpu) for gpu in gpus]
+    able = bool(known) and all(one is not None and one >= THIRD_GENERATION for one in known)
     return IN_NETWORK if able else ()
+
+
+def known_capability(gpu: Device, nvlinks: int = 0) -> int | None:
+    """Compute capability without the dot by what is stated, by the model, or by the NVLinks; None where nothing tells.
+
+    Parameters
+    ----------
+    gpu : Device
+    nvlinks : int
+        NVLinks of the GPU that are known; more than an A100 has tell `THIRD_GENERATION` at least.
+
+    Examples
+    --------
+    >>> known_capability(Device("gpu0", "gpu", model="H20")), known_capability(Device("gpu0", "gpu"), 18)
+    (90, 90)
+    >>> known_capability(Device("gpu0", "gpu"), 8) is None
+    True
+    """
+    identity = gpu_identity(gpu, amd=False)
+    if not identity.guessed:
+        return identity.capability
+    return THIRD_GENERATION if nvlinks > A100.links else None
+
+
+def nvlink_counts(topology: Topology) -> dict[str, int]:
+    """NVLinks that leave every GPU that has any."""
+    gpus = set(topology.gpus)
+    counts: dict[str, int] = {}
+    for link in topology.links:
+        if link.channel == "nvlink" and link.src in gpus:
+            counts[link.src] = counts.get(link.src, 0) + link.count
+    return counts
+
+
+def with_capable(topology: Topology) -> Topology:
+    """The machine whose NVSwitches say what they could do, by the generation of the GPUs on them.
+
+    NVSwitches copy and add from Hopper on (NVLink SHARP), and the GPUs of their generation tell which they are. A GPU
+    whose model is not known tells it by more NVLinks than an A100 has.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> bare = topoplan.load("dgx-h100").settled()
+    >>> bare.device("nvswitch0").capable, with_capable(bare).device("nvswitch0").capable
+    ((), ('multicast', 'reduce'))
+    >>> with_capable(topoplan.load("dgx-a100")) == topoplan.load("dgx-a100")
+    True
+    """
+    silent = {
+        device.name
+        for device in topology.devices
+        if device.kind == "nvswitch" and device.capable != IN_NETWORK
+    }
+    if not silent:
+        return topology
+    gpus, counts = set(topology.gpus), nvlink_counts(topology)
+    on: dict[str, set[str]] = {name: set() for name in silent}
+    for link in topology.links:
+        for switch, gpu in ((link.src, link.dst), (link.dst, link.src)):
+            if switch in on and gpu in gpus:
+                on[switch].add(gpu)
+    known = {
+        gpu: known_capability(topology.device(gpu), counts.get(gpu, 0)) for gpu in set().union(*on.values())
+    }
+    able = {
+        name
+        for name, near in on.items()
+        if near and all((known[gpu] or 0) >= THIRD_GENERATION for gpu in near)
+    }
+    if not able:
+        return topology
+    devices = (
+        replace(device, capable=IN_NETWORK) if device.name in able else device for device in topology.devices
+    )
+    return replace(topology, devices=tuple(devices))

@@ -39,6 +39,25 @@ MOST_PLANNED = 2
 MOST_PLACEMENTS = 2000
 """Placements from which on the axes inside a server are no longer tried in every order."""
 
+PRESETS: dict[str, dict[str, Fraction]] = {
+    "megatron": {
+        "tp": Fraction(40),
+        "cp": Fraction(8),
+        "ep": Fraction(8),
+        "dp": Fraction(1),
+        "pp": Fraction(1, 5),
+    }
+}
+"""Weights of the axes of a kind of training, by the name of the preset.
+
+megatron: Megatron-LM numbers ranks tp-cp-ep-dp-pp, tp fastest (its `initialize_model_parallel`), with tp inside servers
+(Narayanan et al., SC 2021, arXiv 2104.04473, section 3.2). tp, dp and pp are the bytes of an iteration, own arithmetic
+by section 3 of that paper: 175e9 parameters in 96 layers of width 12288, sequences of 2048, tp 8, pp 12, dp 4 and 384
+microbatches of one sequence. tp sums 4 activations of a layer and microbatch, 620 GB; dp sums 7.3 GB of float32
+gradients; pp sends 4.8 GB to the next stage and back. That is 85 to 1 to 0.7, and with a quarter of the microbatches 21
+to 1 to 0.2. cp and ep stand between tp and dp, as in that order; no source gives their bytes.
+"""
+
 LEVELS = ("in a server", "on a switch", "in a pod", "in a larger pod")
 """What levels are called from the inside; the outermost of several is `ACROSS`."""
 
@@ -114,6 +133,32 @@ class MeshOrder:
     def best(self) -> Placement:
         """The first placement, or the one as given where none is better."""
         return self.placements[0]
+
+
+def preset_weights(preset: str, mesh: Mapping[str, int]) -> dict[str, Fraction]:
+    """Weights of the axes of a mesh that have two ranks or more.
+
+    Raises
+    ------
+    UsageError
+        The preset is unknown, or knows nothing of an axis.
+
+    Examples
+    --------
+    >>> {axis: int(weight) for axis, weight in preset_weights("megatron", {"dp": 4, "tp": 8}).items()}
+    {'dp': 1, 'tp': 40}
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"preset {preset!r} is unknown; use one of {', '.join(PRESETS)}")
+    known = PRESETS[preset]
+    wide = [name for name, extent in mesh.items() if extent > 1]
+    unknown = [name for name in wide if name not in known]
+    if unknown:
+        raise UsageError(
+            f"preset {preset} has weights of {', '.join(known)}, and none of axis {unknown[0]!r}; rename the axis, or "
+            "give all weights with --axes"
+        )
+    return {name: known[name] for name in wide}
 
 
 def best_mesh(

@@ -183,6 +183,6 @@ def _cuts(lengths: OneFabric, fabric: Fabric) -> list[Cut]:
     if len(with_ranks) < 2:
         return []
     return [
-        Cut(tuple(name for name, other in zip(fabric.nodes, part, strict=True) if other == first))
+        Cut(fabric.devices_of(state for state, other in enumerate(part) if other == first))
         for first in with_ranks
     ]

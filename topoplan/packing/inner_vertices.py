@@ -125,7 +125,7 @@ def with_inner_vertices(fabric: Fabric) -> Fabric:
     order = dict.fromkeys((*fabric.ranks, *fabric.helpers, *inner))
     topology = fabric.topology
     vertices = [
-        replace(topology.device(name), kind="gpu", multicast=False, reduce=False, capable=())
+        replace(topology.device(name), kind="gpu", multicast=False, reduce=False, capable=(), forwards=False)
         for name in order
     ]
     rest = [device for device in topology.devices if device.name not in order]

@@ -271,11 +271,8 @@ Arcs = list[list[tuple[int, float]]]
 
 
 def arcs_of(fabric: Fabric, costs: Sequence[float]) -> Arcs:
-    """For every node where its links lead, and at which cost."""
-    arcs: Arcs = [[] for _ in fabric.nodes]
-    for (src, dst), cost in zip(fabric.ends, costs, strict=True):
-        arcs[src].append((dst, cost))
-    return arcs
+    """For every state of the graph of routes, ranks first, where its links lead, and at which cost."""
+    return [[(dst, costs[link]) for link, dst in row] for row in fabric.route_graph.leaving()]
 
 
 def nearest(arcs: Arcs, starts: Iterable[int], ends: set[int]) -> float:

@@ -5,9 +5,11 @@ Every reader takes the value and the words that a message names it by, and raise
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import cast
 
@@ -105,6 +107,15 @@ def parse_object(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def check_known(value: Mapping[str, object], known: Collection[str], where: str) -> None:
+    """Refuse an object with a key that the format does not have, with a PlanError that names the nearest known one."""
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+        raise PlanError(f"{where}: key {unknown[:60]!r} is unknown; {hint}")
 
 
 def check_format(value: dict[str, object], expected: str) -> None:

@@ -30,7 +30,8 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
     Raises
     ------
     PlanError
-        The route does not join the edge's ranks, or there is no such link on the edge's channel.
+        The route does not join the edge's ranks, there is no such link on the edge's channel, or the route passes a
+        device of a third server that does not forward.
     """
     if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
         fabric.vertices[edge.parent],
@@ -57,6 +58,14 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
                 rank=edge.child,
             )
         crossed.append(number)
+    foreign = fabric.transit.foreign(edge.route) if len(edge.route) > 3 else None
+    if foreign is not None:
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} of edge {edge.parent}->{edge.child} passes {foreign} of server "
+            f"{fabric.transit.servers[foreign]}, which does not forward what other servers send; end the edge at a "
+            f'rank of that server, or state "forwards": true of the device',
+            rank=edge.child,
+        )
     return tuple(crossed)
 
 

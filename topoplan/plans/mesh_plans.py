@@ -26,6 +26,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificates import Lengths, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
+    check_known,
     compact,
     parse_object,
     read_fraction,
@@ -43,6 +44,11 @@ from topoplan.topology import Topology
 from topoplan.units import nearest_float
 
 FORMAT = "topoplan.mesh/1"
+MESH_KEYS = (
+    *("format", "axes", "weights", "ranks", "rate", "bound", "certificate", "groups", "topology"),
+    *("gap", "seconds"),
+)
+"""Keys of the file; the last line are those that ``plan --mesh --json`` adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class MeshPlans:
     def from_object(value: dict[str, object]) -> MeshPlans:
         """Read such an object; errors as `from_json`."""
         check_format(value, FORMAT)
+        check_known(value, MESH_KEYS, "the plans of a mesh")
         certificate = certificate_from_object(value.get("certificate"))
         if not isinstance(certificate, Lengths):
             raise PlanError("the certificate of a mesh gives lengths of links")
@@ -203,6 +210,7 @@ def _pairs(value: dict[str, object], key: str) -> list[list[object]]:
 
 def _read_group(item: object, where: str) -> MeshGroup:
     value = read_object(item, where)
+    check_known(value, ("axis", "members", "plan"), where)
     try:
         plan = Plan.from_object(read_object(value.get("plan"), "plan"))
     except PlanError as error:

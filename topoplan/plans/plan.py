@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +34,7 @@ from topoplan.formats.topology_json import topology_from_object
 from topoplan.plans.certificates import Certificate, Demand, Steiner, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
+    check_known,
     compact,
     finite,
     parse_object,
@@ -46,7 +47,7 @@ from topoplan.plans.json_values import (
 from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
 from topoplan.plans.tree import Shard, shard_bounds
-from topoplan.topology import Topology
+from topoplan.topology import Topology, shown
 from topoplan.units import format_size, nearest_float
 
 if TYPE_CHECKING:
@@ -67,6 +68,24 @@ ALL_TO_ALL = "alltoall"
 """The collective in which every rank has another block for each rank: its trees are paths."""
 
 EVERY = (*COLLECTIVES, ALL_TO_ALL)
+
+PLAN_KEYS = (
+    *(
+        "format",
+        "collective",
+        "ranks",
+        "root",
+        "topology",
+        "channels",
+        "rate",
+        "bound",
+        "certificate",
+        "schedule",
+    ),
+    *("method", "order", "seconds", "trees", "height", "notes", "symmetry", "shards"),
+    *("gap", "busbw", "digest", "wider_bound", "in_network_bound", "team_wide", "phases", "connections"),
+)
+"""Keys of a plan file; the last line are those that ``plan --json`` adds, which follow from the others."""
 
 TREES = "trees"
 """The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
@@ -365,6 +384,7 @@ class Plan(Plans):
         """
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == FORMAT_2
         check_format(value, FORMAT_2 if second else FORMAT)
+        check_known(value, PLAN_KEYS, "the plan")
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")
@@ -441,6 +461,19 @@ class Plan(Plans):
     def timed(self, seconds: float) -> Plan:
         """The same plan with the time it took to make."""
         return replace(self, seconds=seconds)
+
+
+def check_shape(value: Mapping[str, object], plan: Plan) -> None:
+    """Hold the numbers of trees and of levels that an object of a plan file states to its shards.
+
+    Raises
+    ------
+    PlanError
+        ``trees`` or ``height`` is another one.
+    """
+    for key, found in (("trees", plan.trees), ("height", plan.height)):
+        if key in value and (value[key] != found or isinstance(value[key], bool)):
+            raise PlanError(f"claims {key} {shown(value[key])}; recomputed it is {found}")
 
 
 def plan_text(value: dict[str, object]) -> str:

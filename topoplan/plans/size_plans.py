@@ -18,6 +18,7 @@ from topoplan.errors import PlanError, UsageError
 from topoplan.plans.chain_limits import ChainLimit, limit_from_object
 from topoplan.plans.json_values import (
     check_format,
+    check_known,
     compact,
     parse_object,
     read_bytes,
@@ -30,6 +31,24 @@ from topoplan.plans.survival import SurvivalPlans
 from topoplan.topology import Topology
 
 FORMAT = "topoplan.plans/1"
+SIZE_PLANS_KEYS = (
+    *("format", "collective", "ranges", "topology", "times"),
+    *(
+        "ranks",
+        "bound",
+        "crossovers",
+        "table",
+        "points",
+        "engine",
+        "costs",
+        "candidates",
+        "digest",
+        "seconds",
+        "notes",
+    ),
+)
+"""Keys of a file of plans by size; the last line are those that ``plan --sizes --json`` adds."""
+
 EXCHANGE_FORMAT = "topoplan.plans/2"
 """Of files with a plan in which ranks exchange elements."""
 
@@ -193,6 +212,7 @@ class SizePlans(Plans):
     def from_object(value: dict[str, object]) -> SizePlans:
         """Read such an object; errors as `from_json`."""
         check_format(value, EXCHANGE_FORMAT if value.get("format") == EXCHANGE_FORMAT else FORMAT)
+        check_known(value, SIZE_PLANS_KEYS, "the plans by size")
         topology = embedded_topology(value)
         rows = read_list(value.get("ranges"), "ranges")
         plans = SizePlans(
@@ -214,6 +234,7 @@ def _without_topology(plan: Plan) -> dict[str, object]:
 
 def _read_range(item: object, where: str, topology: Topology) -> SizeRange:
     value = read_object(item, where)
+    check_known(value, ("from", "to", "plan"), where)
     stop, plan = value.get("to"), read_object(value.get("plan"), f"{where}: plan")
     try:
         made = Plan.from_object(plan, topology)

@@ -283,7 +283,7 @@ class SurvivalPlans(Plans):
         """Read such an object; errors as `from_json`."""
         if "failures" not in value:
             raise PlanError("the file has no key failures; topoplan plan --survive 1 -o makes one that has")
-        whole = Plan.from_object(value)
+        whole = Plan.from_object({key: field for key, field in value.items() if key != "failures"})
         outcomes: list[Outcome] = []
         for number, item in enumerate(read_list(value["failures"], "failures")):
             try:

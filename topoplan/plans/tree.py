@@ -13,6 +13,7 @@ from itertools import groupby
 
 from topoplan.errors import PlanError
 from topoplan.plans.json_values import (
+    check_known,
     read_fraction,
     read_list,
     read_object,
@@ -168,6 +169,7 @@ class Stage:
     def from_object(item: object, where: str) -> Stage:
         """Read such an object; PlanError names the key that is missing or of a wrong type."""
         value = read_object(item, where)
+        check_known(value, ("op", "root", "entries", "edges"), where)
         edges = read_list(value.get("edges"), f"{where}: edges")
         return Stage(
             edges=tuple(Edge.from_object(edge, where) for edge in edges),
@@ -201,6 +203,7 @@ class Shard:
         """Read such an object, the shard of a number; PlanError names the key that is missing or of a wrong type."""
         where = f"shard {number}"
         value = read_object(item, where)
+        check_known(value, ("share", "stages"), where)
         share = read_fraction(value.get("share"), f"{where}: share")
         stages = read_list(value.get("stages"), f"{where}: stages")
         read = (Stage.from_object(stage, f"{where}, stage {place}") for place, stage in enumerate(stages))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import topoplan
+from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.compare.comparison import nccl_rivals
 from topoplan.compare.recommendation import recommend
 from topoplan.degraded import nic_name
@@ -159,11 +160,15 @@ def _answer(plan: Plan) -> Markup:
         else element("span", f"{plan.gap:.2%} below what is proved to be possible", class_="bad")
     )
     bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
+    beyond = in_network_bound(plan)
+    more = "" if beyond is None else bus_words(beyond, plan.collective, len(plan.ranks))
     return element(
         "p",
         f"{len(plan.ranks)} GPUs reach {plan.rate:.6g} GB/s of algorithm bandwidth{bus}: ",
         proved,
-        ".",
+        "."
+        if beyond is None
+        else f", without in-network reduction; with it at most {beyond:.6g} GB/s{more}.",
     )
 
 

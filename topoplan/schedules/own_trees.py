@@ -432,6 +432,12 @@ def _wired(
                     f"tree {number}: the route {'-'.join(route)} crosses {src}->{dst}, where there is no link over "
                     f"{'+'.join(fabric.channels)}"[:300]
                 )
+        foreign = fabric.transit.foreign(forward)
+        if foreign is not None:
+            raise UsageError(
+                f"tree {number}: the route {'-'.join(route)} passes {foreign} of server "
+                f"{fabric.transit.servers[foreign]}, which does not forward what other servers send"[:300]
+            )
         links = tuple(fabric.link_index[pair] for pair in pairwise(forward))
     else:
         try:

@@ -61,7 +61,7 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
         raise InfeasibleError(
             f"no path over {channel_words(fabric.channels)} leads from {fabric.nodes[tail]} to {fabric.nodes[head]}; "
             "use a schedule without that hop, or other channels",
-            cut=tuple(fabric.nodes[node] for node in sorted(reached)),
+            cut=fabric.devices_of(reached),
         )
     return reached[head][1]
 
@@ -167,17 +167,18 @@ def _shortest_tour(fabric: Fabric, length: Sequence[int]) -> tuple[int, Tour]:
 
 
 def _shortest_paths(fabric: Fabric, length: Sequence[int], start: int) -> dict[int, tuple[int, Path]]:
-    """Distance and links of a shortest path to every node: least length, fewest links, lowest indices."""
-    leaving: dict[int, list[tuple[int, int]]] = {}
-    for number, (src, dst) in enumerate(fabric.ends):
-        leaving.setdefault(src, []).append((number, dst))
+    """Distance and links of a shortest path to every state of the graph of routes.
+
+    Least length first, then fewest links, then lowest indices.
+    """
+    leaving = fabric.route_graph.leaving()
     done: dict[int, tuple[int, Path]] = {}
     heap: list[tuple[int, int, Path, int]] = [(0, 0, (), start)]
     while heap:
         reach, count, path, node = heapq.heappop(heap)
         if node not in done:
             done[node] = (reach, path)
-            for number, dst in leaving.get(node, ()):
+            for number, dst in leaving[node]:
                 if dst not in done:
                     heapq.heappush(heap, (reach + length[number], count + 1, (*path, number), dst))
     return done

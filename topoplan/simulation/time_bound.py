@@ -133,9 +133,7 @@ def _diameter(topology: Topology, channels: tuple[str, ...], collective: str, ro
     costs = least_start_ups(fabric)
     arcs = arcs_of(fabric, costs)
     if collective == "reduce":
-        arcs = [[] for _ in fabric.nodes]
-        for (src, dst), cost in zip(fabric.ends, costs, strict=True):
-            arcs[dst].append((src, cost))
+        arcs = [[(src, costs[link]) for link, src in row] for row in fabric.route_graph.entering()]
     if root is not None:
         return max(distances(arcs, root)[: fabric.size])
     step = -(-fabric.size // MOST_SOURCES)

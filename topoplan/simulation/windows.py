@@ -15,9 +15,10 @@ where head and tail are the longest chains of h before and after a step, and cha
 port join smoothly, as in NCCL's model (`engine_costs`): the rate of many blocks bends before it meets the peak.
 
 Up to `SMALL_BYTES` of an allreduce all ranks send all they have to all others, in packets whose flag is beside the
-data: T = launch + hop + (n - 1) D packet_factor / rate, whatever the plan, and 2 (n - 1) D over its links at least.
+data: T = launch + hop + (n - 1) D packet_factor / rate, whatever the plan, and at least what 2 D from every rank to
+every other takes on the busiest link of the shortest routes.
 
-Not in it: other kernels on the GPU, memory rates, loading, and links' own latencies.
+Not in it: switches that copy or add, other kernels on the GPU, memory rates, loading, and links' own latencies.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.simulation.alpha_beta import Level, levels_of, longest_chains
 from topoplan.simulation.dataflow import Dataflow, dataflow
 from topoplan.simulation.engine_costs import BLOCKS, EngineCosts
 from topoplan.simulation.start_ups import Floats
+from topoplan.trees.route_table import Orbits, RouteTable
 from topoplan.units import TOLERANCE
 
 PIECES, LEAST_CHUNK, SLOT_BYTES = 8, 8 << 10, 128 << 10
@@ -198,10 +201,7 @@ class WindowsClock:
         self._size = len(plan.ranks)
         small = plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
         self.packets_to = SMALL_BYTES if small else 0
-        leaving = dict.fromkeys(plan.ranks, 0.0)
-        for link in flow.fabric.links:
-            leaving[link.src] = leaving.get(link.src, 0.0) + link.bandwidth * 1e9
-        self._egress = min(leaving[rank] for rank in plan.ranks) or math.inf
+        self._exchange = _exchange_seconds(flow.fabric) if small else 0.0
         self._links = max(flow.seconds_per_byte, default=0.0)
         loads = [self._by_rank(steps.share * edges)[:, 0] for edges in (steps.arrivals, steps.departures)]
         self._port = np.maximum(*loads)[:, None]
@@ -227,7 +227,7 @@ class WindowsClock:
         sent = (self._size - 1) * nbytes
         joint = joint_blocks(np.array(SMALL_BLOCKS), np.array(costs.peak * 1e9 / self._rate))
         moved = costs.packet_factor * sent / self._rate / float(joint)
-        return costs.launch + costs.hop + max(moved, 2 * sent / self._egress)
+        return costs.launch + costs.hop + max(moved, 2 * nbytes * self._exchange)
 
     def along_trees(self, nbytes: int) -> Setting:
         """The fastest setting without packets."""
@@ -280,6 +280,19 @@ class WindowsClock:
         total = np.zeros((int(self._steps.rank.max(initial=0)) + 1, of_steps.shape[1]))
         np.add.at(total, self._steps.rank, of_steps * self._steps.copies[:, None])
         return total
+
+
+def _exchange_seconds(fabric: Fabric) -> float:
+    """Seconds per byte on the busiest link where every rank sends a byte to every other over a shortest route."""
+    orbits = Orbits(fabric)
+    pairs = np.array(
+        [(a, b) for a in range(fabric.size) for b in range(fabric.size) if a != b], dtype=np.int64
+    )
+    alone = np.zeros(len(pairs), dtype=np.int64)
+    routes = RouteTable(orbits, (1,) * len(orbits.row_counts))
+    crossed = routes.usage(pairs[:, 0], pairs[:, 1], alone, 1)[0][orbits.row_of_link]
+    bandwidth = np.array([link.bandwidth for link in fabric.links])
+    return float((crossed / bandwidth).max() / 1e9)
 
 
 def joint_blocks(blocks: NDArray[np.int64], enough: Floats) -> Floats:

@@ -102,15 +102,22 @@ class Orbits:
         return np.bincount(self.row_of_link)
 
     @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """(links, 2) int64: source and destination of every link."""
-        return np.array(self.fabric.ends, dtype=np.int64)
+    def tails(self) -> NDArray[np.int64]:
+        """(arcs,) int64: the state from which every arc of the fabric's graph of routes leads."""
+        return np.array([src for src, _ in self.fabric.route_graph.ends], dtype=np.int64)
 
     @cached_property
     def search(self) -> ShortestRoutes:
         """Finds routes over the links."""
         closed = self.fabric.size if self.ends_of_routes is None else self.ends_of_routes
-        return ShortestRoutes(self.ends, ranks=closed, nodes=len(self.fabric.nodes))
+        graph = self.fabric.route_graph
+        ends = np.array(graph.ends, dtype=np.int64).reshape(-1, 2)
+        return ShortestRoutes(ends, ranks=closed, nodes=len(graph.nodes))
+
+    @cached_property
+    def link_of_arc(self) -> NDArray[np.int64]:
+        """(arcs,) int64: the link that every arc of the fabric's graph of routes crosses."""
+        return np.array(self.fabric.route_graph.links, dtype=np.int64)
 
     @cached_property
     def mover(self) -> NDArray[np.int64]:
@@ -185,9 +192,9 @@ class RouteTable:
 
     @cached_property
     def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """From each first rank: distance to every node (-1 where there is no way), and the link that leads there."""
+        """From each first rank: distance to every state (-1 where there is no way), and the arc that leads there."""
         groups = self.orbits
-        lengths = np.array(self.lengths, dtype=np.int64)[groups.row_of_link]
+        lengths = np.array(self.lengths, dtype=np.int64)[groups.row_of_link[groups.link_of_arc]]
         return groups.search(lengths, np.array(groups.first_ranks))
 
     @cached_property
@@ -207,8 +214,8 @@ class RouteTable:
         place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
         rows = len(self.lengths)
         crossed = [
-            rows * tree[routes] + groups.row_of_link[links]
-            for routes, links in self._steps(place, groups.seen_from_first[tails, heads])
+            rows * tree[routes] + groups.row_of_link[groups.link_of_arc[arcs]]
+            for routes, arcs in self._steps(place, groups.seen_from_first[tails, heads])
         ]
         counted = np.bincount(np.concatenate([*crossed, np.zeros(0, dtype=np.int64)]), minlength=rows * trees)
         return counted.reshape(trees, rows)
@@ -230,36 +237,36 @@ class RouteTable:
 
     @cached_property
     def _last_links(self) -> dict[int, list[int]]:
-        """From each first rank, the link that leads to every node."""
+        """From each first rank, the arc that leads to every state."""
         return dict(zip(self.orbits.first_ranks, self._routes[1].tolist(), strict=True))
 
     def _links(self, first: int, rank: int) -> Sequence[int]:
         """Links of the route from a first rank to a rank."""
-        via = self._last_links[first]
+        via, graph = self._last_links[first], self.orbits.fabric.route_graph
         path: list[int] = []
-        node = rank
-        while via[node] >= 0:
-            path.append(via[node])
-            node = self.orbits.fabric.ends[path[-1]][0]
+        state = rank
+        while via[state] >= 0:
+            path.append(graph.links[via[state]])
+            state = graph.ends[via[state]][0]
         return path[::-1]
 
     def _steps(
-        self, place: NDArray[np.int64], nodes: NDArray[np.int64]
+        self, place: NDArray[np.int64], states: NDArray[np.int64]
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-        """Walk many routes back at once: at each step those that go on, and their links.
+        """Walk many routes back at once: at each step those that go on, and their arcs.
 
-        ``place`` tells each route's first rank, by position, and ``nodes`` its end.
+        ``place`` tells each route's first rank, by position, and ``states`` its end.
         """
-        via, ends = self._routes[1], self.orbits.ends
-        routes = np.arange(len(nodes))
+        via, tails = self._routes[1], self.orbits.tails
+        routes = np.arange(len(states))
         while True:
-            links = via[place[routes], nodes]
-            on = links >= 0
-            routes, links = routes[on], links[on]
+            arcs = via[place[routes], states]
+            on = arcs >= 0
+            routes, arcs = routes[on], arcs[on]
             if not routes.size:
                 return
-            yield routes, links
-            nodes = ends[links, 0]
+            yield routes, arcs
+            states = tails[arcs]
 
 
 LONGEST = 1 << 31

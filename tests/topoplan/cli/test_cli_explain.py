@@ -11,6 +11,7 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
+from tests.support.matrices import uniform_matrix
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
 from tests.support.tuner_plugin import chosen, read
@@ -64,6 +65,32 @@ def test_in_network_settles_which_switches_add(run: Run, log: Path) -> None:
     ]
     assert rows[-1]["best"] == pytest.approx(450 * 8 / 14)
     assert rows[-1]["nccl_is"] == "nvlink ring"
+
+
+@pytest.mark.parametrize(
+    ("code", "gpu", "best"),
+    [("NV18", "NVIDIA H100 80GB HBM3", 450.0), ("NV18", "", 450.0), ("NV8", "NVIDIA H800", 200.0)],
+)
+def test_the_text_of_nvidia_smi_gives_no_false_bound(
+    run: Run, tmp_path: Path, code: str, gpu: str, best: float
+) -> None:
+    """NVLS is above the rings' bound; the NVLinks or the log tell the generation, and all columns agree."""
+    log, machine = tmp_path / "run.log", tmp_path / "topo.txt"
+    log.write_text(PerfLog(sizes=[1 << 30], rate=0.61 * best, gpu=gpu).text())
+    machine.write_text(uniform_matrix(8, code))
+    for options in ((), ("--in-network", "nvswitch")):
+        (row,) = json.loads(run("explain", str(log), "--machine", str(machine), *options, "--json")[1])[
+            "rows"
+        ]
+        assert (row["best"], row["nccl_best"], row["nccl_is"]) == (best, best, "nvls")
+        assert row["of_best"] < 1
+        assert row["nccl_expects"]["algorithm"] == "nvls"
+    said = run("explain", str(log), "--machine", str(machine), "--in-network", "none")[1]
+    assert "whatever the schedule without in-network reduction; with it at most" in said
+    assert (
+        f"the bound leaves in-network reduction out, with which it is {best:g} GB/s; --in-network nvswitch"
+        in said
+    )
 
 
 def test_two_servers_and_why_bus_bandwidth_is_above_the_nics(run: Run, tmp_path: Path) -> None:

@@ -107,6 +107,20 @@ def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) ->
     assert told["after"]["trees_optimal"] is True
 
 
+def test_the_preset_of_megatron_puts_tp_inside_servers_and_the_others_across(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """However the mesh is written; one axis alone needs no weight."""
+    asked = ("dgx-h100", "--servers", "4", "--nic-gbps", "400", "--preset", "megatron", "--json", "--mesh")
+    for mesh in ("dp=4,tp=8", "tp=8,dp=4"):
+        told = json.loads(run(capsys, *asked, mesh))
+        assert told["weights"] == {name: {"dp": "1", "tp": "40"}[name] for name in told["mesh"]}
+        assert told["after"]["lies"] == {"dp": [1, 4], "tp": [8, 1]}
+    told = json.loads(run(capsys, *asked, "pp=2,dp=2,tp=8"))
+    assert told["after"]["lies"]["tp"] == [8, 1]
+    assert json.loads(run(capsys, "dgx-1v", "--mesh", "dp=8", "--json"))["weights"] == {"dp": "1"}
+
+
 def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -142,6 +156,17 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
         (("dgx-1v", "--mesh", "dp=3"), "a mesh of dp 3 does not have as many ranks as there are GPUs, 8"),
         (("dgx-1v", "--mesh", "dp=x"), "'dp=x' must be axes with whole numbers of ranks"),
         (("dgx-1v", "--axes", "dp"), "--axes belongs to --mesh"),
+        (("dgx-1v", "--preset", "megatron"), "--preset belongs to --mesh"),
+        (
+            ("dgx-1v", "--mesh", "dp=2,tp=4"),
+            "nothing says how many bytes each moves, which decides where it lies; add --axes with their weights, such "
+            "as dp=1,tp=40, or --preset megatron",
+        ),
+        (("dgx-1v", "--mesh", "dp=2,x=4", "--preset", "megatron"), "none of axis 'x'; rename the axis"),
+        (
+            ("dgx-1v", "--mesh", "dp=2,tp=4", "--axes", "dp", "--preset", "megatron"),
+            "--preset gives the weights that --axes states",
+        ),
         (("dgx-1v", "-o", "f"), "-o needs a --format"),
         (("dgx-1v", "--json", "--format", "slurm"), "--json goes with no --format slurm"),
         (("dgx-1v", "--format", "toml"), "invalid choice: 'toml'"),

@@ -237,6 +237,25 @@ def test_measured_figures_take_the_place_of_published_ones(run: Run, tmp_path: P
     assert value["table"][0]["seconds"][0] > 2e-3
 
 
+def test_windows_have_a_row_for_every_size_and_no_time_below_the_bytes_at_the_bound(run: Run) -> None:
+    """In CSV and JSON; a plan whose switches add is refused, since the model of time has none."""
+    command = ("plan", "dgx-h100", "--sizes", "1KB:1GB", "--engine", "windows")
+    points = json.loads(run(*command, "--json")[1])["points"]
+    rows = run(*command, "--csv")[1].splitlines()
+    assert rows[0] == "size,schedule,seconds,bound_seconds,ratio"
+    assert [int(row.split(",")[0]) for row in rows[1:]] == [point["size"] for point in points]
+    assert points[-1]["size"] == 1 << 30
+    for point in points:
+        assert (
+            point["seconds"]
+            >= point["bound_seconds"]
+            == pytest.approx(point["size"] / (1800e9 / 7), rel=1e-5)
+        )
+    status, out, err = run(*command, "--in-network", "nvswitch")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "has no switches that copy or add" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 import topoplan
 from topoplan.errors import PlanError
-from topoplan.export import export_plan
+from topoplan.export import Choices, export_plan
 from topoplan.interpreters.known_files import engine_of
 from topoplan.interpreters.msccl.algorithm_file import read_algorithm_file
 from topoplan.interpreters.msccl.check import check_msccl
@@ -27,7 +27,13 @@ def step(
 def exchange(**keys: str) -> str:
     """Two GPUs of two chunks: each sends one to the other's scratch, adds it there and sends the sum back."""
     named = {"proto": "Simple", "nchannels": "1", "nchunksperloop": "2", "ngpus": "2", "coll": "allreduce"}
-    named |= {"name": "pair", "inplace": "1", "minBytes": "0", "maxBytes": "1048576"} | keys
+    named |= {
+        "name": "pair",
+        "inplace": "1",
+        "outofplace": "0",
+        "minBytes": "0",
+        "maxBytes": "1048576",
+    } | keys
     gpus = []
     for rank in (0, 1):
         other = 1 - rank
@@ -59,7 +65,34 @@ def test_an_exchange_by_hand_is_right() -> None:
     assert engine_of('<?xml version="1.0"?>\n' + exchange()) == "msccl"
 
 
+@pytest.mark.parametrize("name", ["minBytes", "maxBytes", "outofplace"])
+def test_a_file_that_rccl_does_not_read_is_not_said_to_run_there(name: str) -> None:
+    """RCCL's reader has no defaults for these attributes, and MSCCL's has."""
+    value = {"minBytes": "0", "maxBytes": "1048576", "outofplace": "0"}[name]
+    (note,) = check(exchange().replace(f' {name}="{value}"', "")).notes
+    assert note == f"in the limits of MSCCL; RCCL's reader refuses the file: <algo> has no {name}"
+
+
+def test_reduce_scatter_is_spelt_as_its_runtime_reads_it() -> None:
+    """MSCCL reads reduce_scatter and RCCL reducescatter; each refuses the other's."""
+    plan = topoplan.plan("v100x4", "reduce_scatter")
+    for runtime, other, spelt in (("msccl", "RCCL", "reduce_scatter"), ("rccl", "MSCCL", "reducescatter")):
+        text = export_plan(plan, "msccl-xml", Choices(runtime=runtime)).text
+        assert f'coll="{spelt}"' in text
+        (note,) = check(text).notes
+        assert f"{other}'s reader refuses the file: coll is {spelt}" in note
+    with pytest.raises(
+        PlanError, match="no runtime that has room for it reads the file: MSCCL's reader refuses it"
+    ):
+        check(text.replace(' outofplace="1"', ""))
+
+
 WRONG = {
+    "bytes from more to less": (
+        'minBytes="0"',
+        'minBytes="1048577"',
+        "minBytes 1048577 must not be above maxBytes",
+    ),
     "the sum is sent before it is there": ('depid="1" deps="0"', 'depid="-1" deps="-1"', "wrong numbers"),
     "scratch is added before anything came": (
         'depid="0" deps="1"',

@@ -20,6 +20,7 @@ import topoplan
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switched_machines
+from topoplan.cli.plan import plan_object
 from topoplan.errors import PlanError
 from topoplan.plans import Cut, Lengths, Partition, Plan, Trivial
 from topoplan.plans.tree import ALIGNMENT, shard_bounds
@@ -242,10 +243,31 @@ def test_numbers_beyond_floats_are_read(key: str) -> None:
     assert getattr(back, key) == float("inf")
 
 
-def test_keys_that_this_version_does_not_know_are_ignored() -> None:
-    """Files of later versions with more keys can be read; what they mean is not invented."""
-    text = damaged(lambda v: v.update(colour="green", shards=[s | {"why": 1} for s in v["shards"]]))
-    assert Plan.from_json(text) == CALLS["trees"]()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(treess=2), "the plan: key 'treess' is unknown; did you mean 'trees'?"),
+        (lambda v: v["shards"][1].update(why=1), "shard 1: key 'why' is unknown; it may have share, stages"),
+        (
+            lambda v: v["shards"][1]["stages"][0].update(entry="1"),
+            "shard 1, stage 0: key 'entry' is unknown; did you mean 'entries'?",
+        ),
+        (lambda v: v["certificate"].update(sides=[]), ": key 'sides' is unknown; "),
+    ],
+)
+def test_a_key_that_is_not_known_is_refused(change: Callable[[dict[str, Any]], object], message: str) -> None:
+    """A misspelt key must not be ignored; the nearest is named."""
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(damaged(change))
+    assert message in str(caught.value)
+
+
+def test_what_plan_json_adds_is_read() -> None:
+    """The output of ``plan --json`` is a plan file with more keys, that follow from the others."""
+    plan = topoplan.plan("dgx-h100")
+    assert {"in_network_bound", "wider_bound"} <= plan_object(plan).keys()
+    read = Plan.from_object(json.loads(json.dumps(plan_object(plan))))
+    assert (read.shards, read.certificate, read.topology) == (plan.shards, plan.certificate, plan.topology)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 10**12))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
+from topoplan.degraded import slow_links
 from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.simulation.dataflow import dataflow
@@ -110,6 +111,15 @@ def test_packets_are_bounded_by_the_links() -> None:
     """Two GPUs on one link of 20 GB/s: two bytes on the wire for each."""
     plan = topoplan.plan(topoplan.load("dgx-1p"), "allreduce", gpus=[0, 1])
     assert WindowsClock(plan, HOPPER).seconds(16384) == pytest.approx(4.5e-6 + 2 * 16384 / 20e9)
+
+
+@pytest.mark.parametrize("wire", ["nvswitch0->gpu3", "gpu3->nvswitch0"])
+def test_packets_take_what_the_slowest_link_needs_in_either_direction(wire: str) -> None:
+    """At 0.01 GB/s seven GPUs send one, or one sends seven, 2 bytes for each byte of 1 KiB."""
+    plan = topoplan.plan(slow_links("dgx-h100", {wire: 0.01}))
+    time = WindowsClock(plan, HOPPER).seconds(1 << 10)
+    assert time == pytest.approx(4.5e-6 + 2 * 7 * 1024 / 0.01e9, rel=1e-6)
+    assert time > 1024 / (plan.bound * 1e9)
 
 
 def test_only_an_allreduce_goes_in_packets_and_only_along_low_trees() -> None:

@@ -27,18 +27,22 @@ from topoplan.plans.tree import Shard, Stage
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a runtime has room for: steps of a block, blocks of a GPU, channels, chunks of a step less one."""
+    """What a runtime has room for: steps of a block, blocks of a GPU, channels, chunks of a step less one.
+
+    ``reduce_scatter`` is how it spells that collective.
+    """
 
     name: str
     steps: int
     blocks: int
     channels: int
     count: int
+    reduce_scatter: str
 
 
 RUNTIMES = {
-    "msccl": Runtime("MSCCL 0.7", 256, 216, 32, 72),
-    "rccl": Runtime("RCCL 6 (later releases have removed MSCCL)", 64, 64, 32, 72),
+    "msccl": Runtime("MSCCL 0.7", 256, 216, 32, 72, "reduce_scatter"),
+    "rccl": Runtime("RCCL 6 (later releases have removed MSCCL)", 64, 64, 32, 72, "reducescatter"),
 }
 """By the names of ``--runtime``."""
 
@@ -119,10 +123,11 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT) -> Exported:
         f"{used} channels and up to {blocks} blocks of a GPU, in the limits of {runtime.name}: {runtime.channels} and "
         f"{runtime.blocks}",
     )
+    collective = runtime.reduce_scatter if plan.collective == "reduce_scatter" else plan.collective
     name = f"{plan.schedule} {plan.collective} {plan.topology.name}".replace(" ", "_")[:63]
     head = (
         f'<algo name={quoteattr(name)} proto="Simple" nchannels="{used}" nchunksperloop="{cut.count}" '
-        f'ngpus="{len(plan.ranks)}" coll="{plan.collective}" inplace="1" outofplace="1" minBytes="0" '
+        f'ngpus="{len(plan.ranks)}" coll="{collective}" inplace="1" outofplace="1" minBytes="0" '
         f'maxBytes="{1 << 40}">'
     )
     return Exported("\n".join([head, *(line for gpu in gpus for line in gpu.lines()), "</algo>", ""]), notes)

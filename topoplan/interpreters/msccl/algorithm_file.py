@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.formats.nccl.xml_tree import Element, parse_xml
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "alltoall")
+SPELT = {"MSCCL": "reduce_scatter", "RCCL": "reducescatter"}
+"""How each runtime spells the one collective that they spell differently."""
+
+RCCL_NEEDS = ("minBytes", "maxBytes", "inplace", "outofplace")
+"""Attributes of <algo> without which RCCL's reader refuses a file; MSCCL's has defaults for all but inplace."""
+
 PROTOCOLS = ("Simple", "LL", "LL128")
 BUFFERS = ("i", "o", "s")
 
@@ -67,7 +73,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmFile:
-    """A whole file; ``modes`` says for each way of calling, in place or not, whether it is meant for it."""
+    """A whole file.
+
+    ``modes`` says for each way of calling, in place or not, whether it is meant for it, and ``refusals`` why the reader
+    of a runtime refuses the file, by the name of the runtime.
+    """
 
     collective: str
     protocol: str
@@ -76,6 +86,7 @@ class AlgorithmFile:
     channels: int
     modes: dict[bool, bool]
     gpus: tuple[Gpu, ...]
+    refusals: Mapping[str, str]
 
 
 def read_algorithm_file(text: str) -> AlgorithmFile:
@@ -99,10 +110,15 @@ def read_algorithm_file(text: str) -> AlgorithmFile:
     if [_number(gpu, "id", 0, ranks - 1) for gpu in gpus] != list(range(ranks)):
         raise PlanError(f"ngpus is {ranks}, and the elements <gpu> are not those of GPUs 0 to {ranks - 1}")
     in_place = bool(_number(root, "inplace", 0, 1))
+    spelt = _one_of(root, "coll", (*COLLECTIVES, SPELT["RCCL"]))
+    least = _number(root, "minBytes", 0, 1 << 62) if "minBytes" in root.attributes else 0
+    largest = _number(root, "maxBytes", 0, 1 << 62) if "maxBytes" in root.attributes else USUAL_LARGEST
+    if least > largest:
+        raise PlanError(f"line {root.line}: minBytes {least} must not be above maxBytes {largest}")
     return AlgorithmFile(
-        collective=_one_of(root, "coll", COLLECTIVES),
+        collective="reduce_scatter" if spelt in SPELT.values() else spelt,
         protocol=_one_of(root, "proto", PROTOCOLS),
-        largest=_number(root, "maxBytes", 0, 1 << 62) if "maxBytes" in root.attributes else USUAL_LARGEST,
+        largest=largest,
         chunks=_number(root, "nchunksperloop", 1, 1 << 20),
         channels=_number(root, "nchannels", 1, 1 << 10),
         # MSCCL knows inplace only; RCCL reads outofplace beside it
@@ -113,7 +129,21 @@ def read_algorithm_file(text: str) -> AlgorithmFile:
             else not in_place,
         },
         gpus=tuple(_gpu(gpu, ranks) for gpu in gpus),
+        refusals=_refusals(root, spelt),
     )
+
+
+def _refusals(root: Element, spelt: str) -> dict[str, str]:
+    """Why the reader of a runtime refuses what the other one takes."""
+    found = {
+        runtime: f"coll is {spelt}, which it spells {name}"
+        for runtime, name in SPELT.items()
+        if spelt in SPELT.values() and spelt != name
+    }
+    lacking = [name for name in RCCL_NEEDS if name not in root.attributes]
+    if lacking:
+        found["RCCL"] = f"<algo> has no {', '.join(lacking)}"
+    return found
 
 
 def _gpu(element: Element, ranks: int) -> Gpu:
@@ -182,7 +212,7 @@ def placed(file: AlgorithmFile) -> Iterator[tuple[int, int, ThreadBlock, int, St
 
 
 def check_algorithm(file: AlgorithmFile) -> list[str]:
-    """Refuse what no runtime could set up or address; the runtimes whose limits hold the file.
+    """Refuse what no runtime could read, set up or address; the runtimes that run the file.
 
     Raises
     ------
@@ -231,7 +261,11 @@ def check_algorithm(file: AlgorithmFile) -> list[str]:
             f"{steps} steps of a block, {blocks} blocks of a GPU and {file.channels} channels are more than any "
             "runtime has room for: 256, 216 and 32 in MSCCL, 64, 64 and 32 in RCCL"
         )
-    return fitting
+    read = [name for name in fitting if name not in file.refusals]
+    if not read:
+        told = "; ".join(f"{name}'s reader refuses it: {why}" for name, why in file.refusals.items())
+        raise PlanError(f"no runtime that has room for it reads the file: {told}")
+    return read
 
 
 def _check_step(file: AlgorithmFile, rank: int, block: ThreadBlock, step: Step, where: str) -> None:

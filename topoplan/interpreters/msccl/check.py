@@ -48,7 +48,15 @@ def check_msccl(file: AlgorithmFile, *, runs: int = RUNS) -> Verdict:
         f"{file.channels} channels, {blocks} blocks of a GPU at most",
         runs=runs,
         traffic=traffic(made[0]),
-        notes=(
-            f"in the limits of {' and '.join(fitting)}; RCCL runs such files up to the releases that carry MSCCL",
-        ),
+        notes=(_runtimes(file, fitting),),
+    )
+
+
+def _runtimes(file: AlgorithmFile, fitting: list[str]) -> str:
+    """Which runtimes run the file, and why the reader of another one refuses it."""
+    told = f"in the limits of {' and '.join(fitting)}"
+    if "RCCL" in fitting:
+        told += "; RCCL runs such files up to the releases that carry MSCCL"
+    return "; ".join(
+        (told, *(f"{name}'s reader refuses the file: {why}" for name, why in file.refusals.items()))
     )

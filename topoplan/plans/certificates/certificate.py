@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.json_values import read_list, read_object, read_text
+from topoplan.plans.json_values import check_known, read_list, read_object, read_text
 from topoplan.topology import Topology
 from topoplan.units import name_ranges
 
@@ -108,7 +108,9 @@ def certificate_from_object(item: object) -> Certificate:
     if not isinstance(kind, str) or kind not in _KINDS:
         *others, last = _KINDS
         raise PlanError(f"certificate kind {repr(kind)[:60]} is unknown; use {', '.join(others)} or {last}")
-    return _KINDS[kind].from_object(value)
+    made = _KINDS[kind].from_object(value)
+    check_known(value, made.to_object(), f"certificate {kind}")
+    return made
 
 
 def read_one_fabric(value: dict[str, object], of: str) -> OneFabric:
@@ -117,7 +119,9 @@ def read_one_fabric(value: dict[str, object], of: str) -> OneFabric:
     kind = _KINDS.get(str(inner.get("kind")))
     if kind is None or not issubclass(kind, OneFabric):
         raise PlanError(f"certificate: that of {of} must be a cut, a partition, lengths or trivial")
-    return kind.from_object(inner)
+    made = kind.from_object(inner)
+    check_known(inner, made.to_object(), f"certificate of {of}")
+    return made
 
 
 @registered

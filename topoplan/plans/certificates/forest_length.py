@@ -1,9 +1,9 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
 This is what makes a bound of any lengths (`topoplan.plans.certificates.Lengths`): distances between ranks over any
-devices (Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in whole numbers of any
-size. Devices that are at distance zero from each other both ways are one: a server whose inner links have no length
-counts as a single vertex.
+routes (`topoplan.clusters.transit`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds
+1967), in whole numbers of any size. Devices that are at distance zero from each other both ways are one: a server whose
+inner links have no length counts as a single vertex.
 
 Beyond `MOST_VERTICES` vertices the sum of the distances from the nearest other rank stands for the length of an
 arborescence: it is never longer, so the bound holds, and it is equal where all ranks are alike.
@@ -117,11 +117,12 @@ def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequ
 
 
 def contracted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
-    """The part of every node, and the shortest links between parts."""
+    """The part of every state of the fabric's graph of routes, and the shortest links between parts."""
     part = zero_parts(fabric, length)
     arcs: Arcs = {}
-    for (src, dst), y in zip(fabric.ends, length, strict=True):
-        a, b = part[src], part[dst]
+    graph = fabric.route_graph
+    for (src, dst), link in zip(graph.ends, graph.links, strict=True):
+        a, b, y = part[src], part[dst], length[link]
         if a != b:
             known = arcs.setdefault(a, {})
             known[b] = min(y, known.get(b, y))
@@ -186,14 +187,15 @@ def distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
 
 
 def zero_parts(fabric: Fabric, length: Sequence[int]) -> list[int]:
-    """For every node the first node that it reaches, and is reached from, over links of length zero.
+    """For every state of the graph of routes the first that it reaches, and is reached from, over links of length zero.
 
     Strongly connected components by two depth-first searches (Kosaraju 1978).
     """
-    leaving: list[list[int]] = [[] for _ in fabric.nodes]
-    entering: list[list[int]] = [[] for _ in fabric.nodes]
-    for (src, dst), y in zip(fabric.ends, length, strict=True):
-        if y == 0:
+    graph = fabric.route_graph
+    leaving: list[list[int]] = [[] for _ in graph.nodes]
+    entering: list[list[int]] = [[] for _ in graph.nodes]
+    for (src, dst), link in zip(graph.ends, graph.links, strict=True):
+        if length[link] == 0:
             leaving[src].append(dst)
             entering[dst].append(src)
     seen = [False] * len(leaving)

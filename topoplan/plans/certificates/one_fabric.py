@@ -293,10 +293,11 @@ def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> N
         (fabric.copying, False, ("reduce", "reduce_scatter")),
         (fabric.adding, True, ("broadcast", "allgather")),
     ):
-        for node, name in enumerate(fabric.nodes):
-            if name not in names or collective in unused or part[node] in with_rank:
+        for state, node in enumerate(fabric.route_graph.nodes):
+            name = fabric.nodes[node]
+            if name not in names or collective in unused or part[state] in with_rank:
                 continue
-            if not fabric.zero_reach(node, length, forward=forward) >= set(range(fabric.size)):
+            if not fabric.zero_reach(state, length, forward=forward) >= set(range(fabric.size)):
                 raise PlanError(
                     f"the certificate's lengths part {name}, which can copy or add, from every rank: "
                     "they prove nothing there; a cut or a partition does"

@@ -76,10 +76,12 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     """
     part, arcs = contracted(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
-    position = {name: node for node, name in enumerate(fabric.nodes)}
+    states: dict[str, list[int]] = {}
+    for state, node in enumerate(fabric.route_graph.nodes):
+        states.setdefault(fabric.nodes[node], []).append(state)
 
     def beside(names: Iterable[str]) -> set[int]:
-        return {part[position[name]] for name in names} - set(where)
+        return {part[state] for name in names for state in states[name]} - set(where)
 
     inner = {op: beside(inner_devices(fabric, op)) for op in ("reduce", "broadcast")}
     vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]

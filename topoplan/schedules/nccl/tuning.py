@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.fabric.servers import Servers
-from topoplan.hosts.gpu_identity import gpu_identity, is_amd
+from topoplan.hosts.gpu_identity import UNKNOWN_CAPABILITY, is_amd, known_capability, nvlink_counts
 from topoplan.schedules.nccl.channels import MOST_CHANNELS
 from topoplan.schedules.nccl.estimate import best_graphs, counted_machine
 from topoplan.schedules.nccl.paths import NcclPaths
@@ -231,7 +231,8 @@ def setting_of(topology: Topology) -> Setting:
     if is_amd(gpus):
         raise UsageError("NCCL's model is of NVIDIA's GPUs, and these are AMD's; tune RCCL by its own plugin")
     machine = counted_machine(topology).machine
-    slowest = min(gpu_identity(gpu, amd=False).capability for gpu in gpus)
+    counts = nvlink_counts(topology)
+    slowest = min(known_capability(gpu, counts.get(gpu.name, 0)) or UNKNOWN_CAPABILITY for gpu in gpus)
     fabric = usable_fabric(machine)
     servers = len(Servers(fabric).names)
     vendors = {device.fact("vendor") for device in topology.devices if device.kind == "cpu"}

@@ -16,7 +16,9 @@ from topoplan.fabric.fabric import Fabric
 Links = tuple[int, ...]
 
 Layer = tuple[tuple[int, int, int], ...]
-"""The links that shortest routes cross after the same number of others, as (link, its source, its destination)."""
+"""The links that shortest routes cross after the same number of others, as (link, its source, its destination).
+
+Source and destination are states of the fabric's graph of routes."""
 
 
 class Routes:
@@ -37,11 +39,8 @@ class Routes:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._leaving: list[list[tuple[int, int]]] = [[] for _ in fabric.nodes]
-        self._entering: list[list[tuple[int, int]]] = [[] for _ in fabric.nodes]
-        for number, (src, dst) in enumerate(fabric.ends):
-            self._leaving[src].append((number, dst))
-            self._entering[dst].append((number, src))
+        self._leaving = fabric.route_graph.leaving()
+        self._entering = fabric.route_graph.entering()
         self._known: dict[tuple[int, int], tuple[Layer, ...]] = {}
 
     def joined(self, tail: int, head: int) -> bool:
@@ -97,8 +96,9 @@ class Routes:
                 total[src] += weight[number]
             arrived: dict[int, Fraction] = {}
             for number, src, dst in layer:
-                part[number] = there[src] * weight[number] / total[src]
-                arrived[dst] = arrived.get(dst, Fraction(0)) + part[number]
+                carried = there[src] * weight[number] / total[src]
+                part[number] = part.get(number, Fraction(0)) + carried
+                arrived[dst] = arrived.get(dst, Fraction(0)) + carried
             there = arrived
         return part
 
