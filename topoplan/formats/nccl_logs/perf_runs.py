@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from topoplan.formats.nccl_logs.log_lines import ENDLESS
 from topoplan.hosts.host import plain_bus_id
 from topoplan.units import format_size
 
@@ -42,9 +43,6 @@ _SUMMARY = re.compile(r"^#\s*(Out of bounds values|Avg bus bandwidth)\s*:\s*(\S+
 _FAILED = re.compile(
     r"Test (?:NCCL |CUDA )?failure|Test timeout|: Test (?:NCCL|CUDA) |Invalid number of GPUs"
 )
-ENDLESS = re.compile(r"[0-9]{25}")
-"""More digits than any number of a log has."""
-
 _NUMBER = re.compile(r"^[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?$")
 _BLOCK = ("time", "algbw", "busbw", "#wrong")
 _STANDARD = ("size", "count", "type", "redop", "root", *_BLOCK, *_BLOCK)
