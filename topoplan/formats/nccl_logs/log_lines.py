@@ -6,6 +6,7 @@ A launcher puts a label before every line, often a time stamp too, and several m
     [default0]:…  [rank0]: …    torchrun
     [0] …  0: …                 mpiexec -l, srun -l
     n1: …  nccl-1  | …          pdsh and clush, docker compose
+    Nov  2 10:00:00 n1 nccl[7]: syslog
     [pod/name/container] …      kubectl logs --prefix; stern writes both names and blanks
     > …                         a quotation
 
@@ -22,7 +23,8 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[()][0-9A-Za-z])"
 )
 _TIME = re.compile(
-    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d|\d\d:\d\d:\d\d|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d)"
+    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d|\d\d:\d\d:\d\d|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d"
+    r"(?: [\w.-]{1,100}(?= [\w./@-]{1,100}(?:\[\d{1,10}\])?:))?)"
     r"(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\]?:?[ \t]{1,8}"
 )
 _EPOCH = re.compile(r"\[? {0,8}\d{1,10}\.\d{3,9}\]?[ \t]{1,8}(?=#|\[|\S{1,200}[:|])")
@@ -37,8 +39,11 @@ _LABEL = re.compile(
     r"|[\w./@-]{1,200}(?:\[\d{1,10}\])?:(?:[ \t]{1,8}|(?=#))"
     r")"
 )
-_WORDS = re.compile(r"(?:[\w./@-]{1,200}[ \t]{1,8}){1,3}(?=#(?:[ \t]|$))")
-"""Names before a comment of a test, as stern and ``kubectl logs`` over several pods write them."""
+_WORDS = re.compile(
+    r"(?=[A-Za-z])(?:[\w./@-]{1,200}[ \t]{1,8}){1,3}"
+    r"(?=#(?:[ \t]|$)|\{\"|[ \t]{0,40}\d{1,20} {1,20}\d{1,20} {1,20}[a-z])"
+)
+"""Names before a comment or a row of a test, as stern and ``kubectl logs`` over several pods write them."""
 
 ENDLESS = re.compile(r"[0-9]{25}")
 """More digits than any number of a log has."""
