@@ -222,7 +222,8 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
         gpus = f", on GPUs {number_ranges(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
         shown = counted(one.channels or len(one.rings), "channel")
         nvls = f", {one.nvls_channels} for NVLS" if one.nvls_channels else ""
-        lines[0] += f": {counted(one.size, 'rank')}{gpus}, {shown}{nvls}"
+        ranks = counted(one.size, "rank") if one.size else "ranks of unknown number"
+        lines[0] += f": {ranks}{gpus}, {shown}{nvls}"
         if nccl.rings is not None:
             rings = counted(len(one.rings), "ring")
             most = f"; the best do {nccl.best_rings:.4g}" if nccl.best_rings else ""

@@ -7,7 +7,9 @@ many GPUs as a tray has go to each. Logs of ``topoplan bench`` name the devices 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.perf_runs import LoggedRank, PerfRun
@@ -72,7 +74,11 @@ def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
     UsageError
         A rank ran where the machine has no GPU, or two ran on one.
     """
-    found = _by_name(ranks, machine) or _by_bus_id(ranks, machine) or _by_device(ranks, machine)
+    found = (
+        _by_name(ranks, machine)
+        or _by_bus_id(ranks, machine)
+        or _by_device(_whole_hosts(ranks, machine), machine)
+    )
     twice = next((gpu for gpu in found.values() if list(found.values()).count(gpu) > 1), None)
     if twice is not None:
         on = [rank for rank, gpu in found.items() if gpu == twice]
@@ -80,6 +86,40 @@ def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
             f"ranks {number_ranges(on)} of the log share GPU {twice}, which no plan does; run one rank on each GPU"
         )
     return found
+
+
+def numbered_by_bus_id(ranks: Sequence[LoggedRank]) -> list[LoggedRank]:
+    """Return ranks that see one GPU each, device 0 for all, with the place of their bus id on their host as device.
+
+    Ranks of a host on which no device stands twice, or on which bus ids are missing or repeated, stay as they are.
+    """
+    of_host: dict[str, list[LoggedRank]] = {}
+    for rank in ranks:
+        of_host.setdefault(rank.host, []).append(rank)
+    number: dict[int, int] = {}
+    for here in of_host.values():
+        ids = sorted({rank.busid for rank in here if rank.busid})
+        if len(here) > 1 and len(ids) == len(here) and {rank.device for rank in here} == {0}:
+            number |= {rank.rank: ids.index(rank.busid) for rank in here}
+    return [replace(rank, device=number.get(rank.rank, rank.device)) for rank in ranks]
+
+
+def _whole_hosts(ranks: Sequence[LoggedRank], machine: Topology) -> Sequence[LoggedRank]:
+    """Ranks as `numbered_by_bus_id` has them, which says where they are only on hosts all of whose GPUs ran."""
+    numbered = numbered_by_bus_id(ranks)
+    changed = Counter(
+        rank.host for rank, old in zip(numbered, ranks, strict=True) if rank.device != old.device
+    )
+    largest = max(Counter(machine.device(name).server for name in machine.gpus).values())
+    for host, count in changed.items():
+        # the first one keeps its number
+        if count + 1 < largest:
+            on = [rank.rank for rank in ranks if rank.host == host]
+            raise UsageError(
+                f"ranks {number_ranges(on)} of the log each see one GPU of {host}, as device 0; name the "
+                f"{len(ranks)} GPUs that ran with --gpus"
+            )
+    return numbered
 
 
 def _by_name(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:

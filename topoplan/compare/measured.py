@@ -6,13 +6,14 @@ digits where sizes are small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from topoplan.compare.logged_ranks import run_gpus
 from topoplan.compare.reachable import BANDWIDTH, Reachable
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.perf_runs import LoggedRow, PerfRun, Timing
+from topoplan.formats.nccl_logs.perf_runs import PROGRAMS, LoggedRank, LoggedRow, PerfRun, Timing, columns_fit
+from topoplan.hosts.gpu_identity import compute_capability
 from topoplan.plans.plan import EVERY
 from topoplan.schedules.nccl.tuning import Expectation
 from topoplan.topology import Topology
@@ -189,9 +190,12 @@ def judge(
         warnings.append(
             "a single rank moves nothing: where mpirun started several processes, nccl-tests was built without MPI=1"
         )
+    assumed = gpus is None and not ranks and run.stated is None
     known = run.collective or (collective or "" if not run.program else "")
-    if run.rows and not known and not run.program:
-        known = _guessed(run, len(chosen), notes)
+    if run.rows and not run.program:
+        known = _guessed(run, known, len(chosen), machine, notes, warnings, assumed=assumed)
+    elif run.rows and assumed and known:
+        _check_ranks(run, [known], len(chosen), machine)
     if not known:
         if run.rows:
             warnings.append(
@@ -204,7 +208,7 @@ def judge(
     for row in run.rows:
         root = of_rank.get(row.root or 0, chosen[0]) if known in ("broadcast", "reduce") else None
         judged.append(JudgedRow(known, row, reach(known, chosen, root)))
-    warnings += _doubts(judged, len(chosen))
+    warnings += [*_doubts(judged, len(chosen)), *_other_models(ranks, of_rank, machine)]
     if run.program == "bench":
         notes.append(
             "topoplan bench moves data through this host unless its links are paced; these are not the wires"
@@ -212,28 +216,104 @@ def judge(
     return JudgedRun(run, chosen, tuple(judged), tuple(notes), tuple(warnings))
 
 
-def _guessed(run: PerfRun, ranks: int, notes: list[str]) -> str:
-    likely = [name for name in EVERY if _may_be(run, name, ranks)]
-    if len(likely) == 1:
+def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machine: Topology) -> list[str]:
+    """GPUs of another generation than the machine's, or cards in slots where the machine's GPUs have NVSwitches."""
+    switched = any(device.kind == "nvswitch" for device in machine.devices)
+    for rank in ranks:
+        here = machine.device(machine.gpus[of_rank[rank.rank]]).model if rank.rank in of_rank else ""
+        there, ours = compute_capability(rank.model), compute_capability(here)
+        slot = "PCIe" in rank.model and "PCIe" not in here and switched
+        if there and ours and (there != ours or slot):
+            with_switches = " behind NVSwitches" if slot else ""
+            return [
+                f"the log ran on {rank.model}, and GPU {of_rank[rank.rank]} of {machine.name} is a {here}"
+                f"{with_switches}: give the machine that ran it"
+            ]
+    return []
+
+
+TESTS = {
+    **{collective: test for test, collective in PROGRAMS.items()},
+    **{test: test for test in ("gather", "scatter", "sendrecv")},
+}
+"""Tests by what they run, the collectives of plans first."""
+
+
+def _guessed(
+    run: PerfRun,
+    stated: str,
+    ranks: int,
+    machine: Topology,
+    notes: list[str],
+    warnings: list[str],
+    *,
+    assumed: bool,
+) -> str:
+    """The collective of a run that does not name its test: the stated one, or the only one that its columns can be.
+
+    ``assumed`` says that the log states no number of ranks, so that another one than that of the machine may fit.
+    """
+    fitting = [name for name, test in TESTS.items() if columns_fit(run.rows, test)]
+    likely = [name for name in fitting if all(_fits(row, name, ranks) for row in run.rows)]
+    if stated:
+        if stated not in fitting:
+            others = f", which are those of {' or '.join(likely)}" if likely else ""
+            warnings.append(f"--collective {stated} does not fit the columns of the log{others}")
+        elif assumed:
+            _check_ranks(run, [stated], ranks, machine)
+        return stated
+    if not likely:
+        _check_ranks(run, fitting, ranks, machine)
+        what = f"no collective of {ranks} ranks has these bandwidths"
+        raise UsageError(f"the log does not name its test, and {what}; name it with --collective")
+    if assumed and len(likely) == 1:
+        # another collective of fewer ranks may have the same columns
+        likely += [
+            name
+            for name in fitting
+            if name not in likely and _numbers(run, name, len(machine.gpus)) is not None
+        ]
+    if len(likely) == 1 and likely[0] in EVERY:
         notes.append(f"the log does not name its test; by its columns it is {likely[0]}")
         return likely[0]
-    what = (
-        f"it may be {' or '.join(likely)}"
-        if likely
-        else f"no collective of {ranks} ranks has these bandwidths"
-    )
-    raise UsageError(f"the log does not name its test, and {what}; name it with --collective")
+    ours = [name for name in likely if name in EVERY]
+    remedy = "name it with --collective" if ours else "no plan does that"
+    raise UsageError(f"the log does not name its test, and it may be {' or '.join(likely)}; {remedy}")
 
 
-def _may_be(run: PerfRun, collective: str, ranks: int) -> bool:
-    adds = collective in ("allreduce", "reduce", "reduce_scatter")
-    rooted = collective in ("broadcast", "reduce")
-    return all(
-        (not row.redop or (row.redop != "none") == adds)
-        and (row.root is None or rooted)
-        and fits_factor(row.timing, collective, ranks)
-        for row in run.rows
-    )
+def _check_ranks(run: PerfRun, names: Sequence[str], ranks: int, machine: Topology) -> None:
+    """Refuse to take a log that lists no ranks as one of all GPUs, where its columns are those of fewer or more."""
+    for name in names:
+        if all(_fits(row, name, ranks) for row in run.rows):
+            return
+    for name in names:
+        found = _numbers(run, name, MOST_RANKS)
+        if found is not None:
+            number = str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
+            raise UsageError(
+                f"by its columns the log is of {name} of {number} ranks, and it does not say on which GPUs; "
+                f"{machine.name} has {len(machine.gpus)}: name those that ran with --gpus"
+            )
+
+
+MOST_RANKS = 4096
+"""Ranks that a log is tried for."""
+
+
+def _numbers(run: PerfRun, name: str, most: int) -> tuple[int, int] | None:
+    """The least and the largest number of ranks up to ``most`` that all rows fit; None where none does."""
+    # bandwidths of few digits fit any number
+    telling = sorted(run.rows, key=lambda row: -row.timing.algbw)[:4]
+    found = [number for number in range(2, most + 1) if all(_fits(row, name, number) for row in telling)]
+    found = [
+        number for number in (found[:1] + found[-1:]) if all(_fits(row, name, number) for row in run.rows)
+    ]
+    return (found[0], found[-1]) if found else None
+
+
+def _fits(row: LoggedRow, name: str, ranks: int) -> bool:
+    """Whether bandwidths and, where it tells it, the number of parts of a row are those of so many ranks."""
+    return row.parts in (None, ranks) and fits_factor(row.timing, name, ranks)
 
 
 def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
@@ -245,17 +325,19 @@ def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
     >>> fits_factor(timing, "allreduce", 8), fits_factor(timing, "allreduce", 4), fits_factor(timing, "broadcast", 8)
     (True, False, False)
     """
-    factor = bus_factor(collective, ranks)
+    factor = bus_factor("allgather" if collective in ("gather", "scatter") else collective, ranks)
     slack = 0.011 * (1 + factor) + 0.003 * timing.busbw
     return abs(timing.busbw - timing.algbw * factor) <= slack
 
 
 def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
     """What rows say that cannot be, each kind once, with the first row that says it."""
-    told: dict[str, tuple[int, str]] = {}
+    told: dict[str, tuple[int, float, str]] = {}
 
-    def doubt(kind: str, words: str) -> None:
-        told[kind] = (told[kind][0] + 1, told[kind][1]) if kind in told else (1, words)
+    def doubt(kind: str, words: str, weight: float = 0.0) -> None:
+        """Count a doubt, whose words are those of its first row, or of the row that weighs most."""
+        count, heaviest, known = told.get(kind, (0, -1.0, ""))
+        told[kind] = (count + 1, max(weight, heaviest), words if weight > heaviest else known)
 
     for one in rows:
         where = f"line {one.row.line}: {format_size(one.row.size)}"
@@ -272,20 +354,52 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
             rate = one.row.size / timing.seconds / 1e9
             if abs(timing.algbw - rate) > 0.011 + 0.02 * rate:
                 doubt("rate", f"{where}: algbw {timing.algbw:g} is not size / time, {rate:.4g}")
-            best = one.reachable.best if one.reachable else float("inf")
-            if rate > best * ABOVE:
-                doubt(
-                    "above",
-                    f"{where}: {rate:.4g} GB/s is more than any schedule can over these wires ({best:.4g}): "
-                    f"{fallen_assumption(one.reachable, rate)}",
-                )
-    return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, words in told.values()]
+            found = one.reachable
+            if found is None:
+                continue
+            above = _above(one, found, rate)
+            if above:
+                doubt(above[0], f"{where}: {above[1]}", rate / found.best)
+    return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in told.values()]
 
 
-def fallen_assumption(found: Reachable | None, rate: float) -> str:
+def _above(one: JudgedRow, found: Reachable, rate: float) -> tuple[str, str] | None:
+    """Kind and words of the assumption that falls where a rate is above all schedules, or above NCCL's; None else."""
+    if rate > found.best * ABOVE:
+        return (
+            "above",
+            f"{rate:.4g} GB/s is more than any schedule can over these wires ({found.best:.4g}): "
+            f"{fallen_assumption(found, rate)}",
+        )
+    for kind, most, what in (
+        ("above a little", found.best, "what any schedule can"),
+        (
+            "above NCCL",
+            found.nccl_best or float("inf"),
+            f"NCCL's best ({found.nccl[0][0] if found.nccl else ''})",
+        ),
+    ):
+        # as percentages are printed, with one digit
+        if rate < most * 1.0005:
+            continue
+        nics = found.nics
+        if kind == "above a little" and found.in_network is not None:
+            why = fallen_assumption(found, rate)
+        elif nics is not None:
+            why = (
+                f"which takes {nics.one * rate / most:.4g} GB/s of each NIC, where the machine states {nics.one:.4g} "
+                "(a NIC of 400 Gb/s measures up to 49 GB/s in a Gen5 slot), or a schedule that is not listed"
+            )
+        else:
+            why = "which takes more of the links than the machine states, or a schedule that is not listed"
+        return kind, f"{rate:.4g} GB/s is {100 * rate / most:.1f}% of {what}, {why}"
+    return None
+
+
+def fallen_assumption(found: Reachable, rate: float) -> str:
     """Which assumption of a bound is wrong where a measurement in GB/s exceeds it."""
     other = "the machine has more than was stated, or these GPUs are not the ones that ran"
-    if found is None or found.in_network is None:
+    if found.in_network is None:
         return other
     told = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
     return (

@@ -8,13 +8,14 @@ chains on the machine's links (`topoplan.schedules.nccl.channels`), on one serve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from topoplan.compare.logged_ranks import gpus_of
+from topoplan.compare.logged_ranks import gpus_of, numbered_by_bus_id
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.formats.nccl_logs.debug_log import Communicator, Connection, NcclLog, via_kind
+from topoplan.formats.nccl_logs.perf_runs import LoggedRank
 from topoplan.in_network import fully_used
 from topoplan.schedules.nccl.channels import Order, chain_rate, ring_bandwidth
 from topoplan.schedules.nccl.paths import NcclPaths
@@ -96,7 +97,7 @@ class NcclRun:
         one = self.main
         return {
             "version": self.log.version,
-            "ranks": one.size if one else 0,
+            "ranks": (one.size or None) if one else 0,
             "gpus": {str(rank): gpu for rank, gpu in sorted(self.gpus.items())},
             "channels": one.channels if one else None,
             "nvls_channels": one.nvls_channels if one else None,
@@ -152,24 +153,31 @@ def judge_nccl(log: NcclLog, machine: Topology, *, gpus: Sequence[int] | None = 
             log, {}, None, None, None, tuple(findings), ("the log shows no communicator: it is cut",)
         )
     one = log.communicators[0]
+    if len(log.versions) > 1:
+        notes.append(
+            f"the log names several versions of NCCL: {', '.join(log.versions[:6])}; {log.version} is the first"
+        )
     if len(log.communicators) > 1:
-        sizes = ", ".join(str(other.size) for other in log.communicators[1:6])
+        sizes = ", ".join(str(other.size or "unknown") for other in log.communicators[1:6])
         notes.append(
             f"{len(log.communicators)} communicators; this is the largest, the others have {sizes} ranks"
         )
     of_rank = _gpus(one, machine, gpus, notes)
     names = {rank: machine.gpus[gpu] for rank, gpu in of_rank.items()}
-    part = machine.subset(sorted(of_rank.values()))
-    servers = {machine.device(name).server for name in names.values()}
     findings += _connections(one, of_rank, machine)
     rings, trees, best = None, None, None
-    if len(servers) == 1 and len(of_rank) == one.size > 1:
-        paths = NcclPaths(part)
-        findings += _rings(one, names, of_rank, paths)
-        rings = _rate(lambda orders: ring_bandwidth(paths, orders), _orders(one.rings.values(), names))
-        trees = _rate(lambda orders: chain_rate(paths, orders), _orders(_chains(one), names))
-        best = _best_rings(part) if rings else None
-    findings += _channels(one, part)
+    if of_rank:
+        part = machine.subset(sorted(of_rank.values()))
+        servers = {machine.device(name).server for name in names.values()}
+        largest = max(Counter(machine.device(gpu).server for gpu in machine.gpus).values())
+        apart = len(servers) > 1 or one.size > largest
+        if not apart and len(of_rank) == one.size > 1:
+            paths = NcclPaths(part)
+            findings += _rings(one, names, of_rank, paths)
+            rings = _rate(lambda orders: ring_bandwidth(paths, orders), _orders(one.rings.values(), names))
+            trees = _rate(lambda orders: chain_rate(paths, orders), _orders(_chains(one), names))
+            best = _best_rings(part) if rings else None
+        findings += _network_channels(one, machine, servers) if apart else _channels(one, part)
     unique = {(finding.kind, finding.text): finding for finding in reversed(findings)}
     return NcclRun(log, of_rank, rings, trees, best, tuple(unique.values())[::-1], tuple(notes))
 
@@ -180,13 +188,13 @@ def _gpus(
     """The GPU of every rank that the log, or the caller, places."""
     if gpus is not None:
         chosen = machine.select(gpus)
-        if one.size != len(chosen):
+        if one.size not in (0, len(chosen)):
             raise UsageError(
                 f"NCCL's log is of {one.size} ranks, and --gpus names {len(chosen)}; name the GPUs that ran"
             )
         return dict(enumerate(chosen))
     if one.ranks:
-        placed = gpus_of([one.ranks[rank] for rank in sorted(one.ranks)], machine)
+        placed = gpus_of(_placed([one.ranks[rank] for rank in sorted(one.ranks)], notes), machine)
         if len(placed) < one.size:
             notes.append(f"the log is of ranks {number_ranges(sorted(placed))}, {len(placed)} of {one.size}")
         return placed
@@ -195,8 +203,42 @@ def _gpus(
             f"NCCL's log is of {one.size} ranks, and {machine.name} has {len(machine.gpus)} GPUs; give the "
             "machine that ran it, with --servers where it is a cluster"
         )
-    notes.append(f"the log does not say where its ranks run: taken as GPUs 0 to {one.size - 1}")
-    return {rank: rank for rank in range(one.size)}
+    if one.size:
+        notes.append(f"the log does not say where its ranks run: taken as GPUs 0 to {one.size - 1}")
+        return {rank: rank for rank in range(one.size)}
+    notes.append(
+        "the log does not say how many ranks there are, nor where they run: it is cut, and each rank is taken as the "
+        "GPU of its number"
+    )
+    heard = {rank for pair in one.connections for rank in pair[:2]}
+    return {rank: rank for rank in sorted(heard) if rank < len(machine.gpus)}
+
+
+def _placed(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
+    """Ranks with their host and the number of their GPU there, as far as the log lets that follow."""
+    if not all(rank.host for rank in ranks):
+        ranks = _on_hosts(ranks, notes)
+    numbered = numbered_by_bus_id(ranks)
+    if numbered != ranks:
+        notes.append(
+            "every process sees one GPU as device 0: numbered by bus id, from GPU 0 of each server on; name others "
+            "with --gpus"
+        )
+    return numbered
+
+
+def _on_hosts(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
+    """Ranks whose lines lack the host: a new host begins where a GPU comes again, by bus id or else by device."""
+    found: list[LoggedRank] = []
+    number, seen = 0, set[object]()
+    for rank in ranks:
+        gpu = rank.busid or rank.device
+        if gpu in seen:
+            number, seen = number + 1, set()
+        seen.add(gpu)
+        found.append(replace(rank, host=f"host {number}"))
+    notes.append(f"the lines lack host:pid:tid: taken as {counted(number + 1, 'host')}")
+    return found
 
 
 def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
@@ -242,8 +284,16 @@ def _connections(one: Communicator, of_rank: Mapping[int, int], machine: Topolog
     """Transports that are slower than what joins the pair; of many alike pairs one finding."""
     parts: dict[str, NcclPaths] = {}
     pairs: dict[tuple[str, str], list[tuple[int, int, Connection]]] = {}
+    unheard: dict[tuple[str, str], list[Connection]] = {}
+    nics = any(device.kind == "nic" for device in machine.devices)
     for joined, _ in one.joined():
         if joined.source not in of_rank or joined.target not in of_rank:
+            how = via_kind(joined.via)
+            # a rank whose host is not heard is on another server where the network joins it
+            if how.startswith("NET") and (joined.source in of_rank or joined.target in of_rank):
+                told = _misfit(how, joined.via, "", same=False, nics=nics)
+                if told:
+                    unheard.setdefault(told, []).append(joined)
             continue
         source, target = of_rank[joined.source], of_rank[joined.target]
         tail, head = machine.gpus[source], machine.gpus[target]
@@ -255,15 +305,18 @@ def _connections(one: Communicator, of_rank: Mapping[int, int], machine: Topolog
             if server not in parts:
                 parts[server] = NcclPaths(_server(machine, server))
             kind = _between(parts[server], tail, head)
-        told = _misfit(
-            how, joined.via, kind, same=same, nics=any(one.kind == "nic" for one in machine.devices)
-        )
+        told = _misfit(how, joined.via, kind, same=same, nics=nics)
         if told:
             pairs.setdefault(told, []).append((source, target, joined))
     for (kind, text), found in pairs.items():
         source, target, joined = found[0]
         more = f" ({len(found)} pairs such)" if len(found) > 1 else ""
         yield Finding(kind, f"GPU {source} sends to GPU {target} {text}{more}", joined.line)
+    for (kind, text), ways in unheard.items():
+        more = f" ({len(ways)} pairs such)" if len(ways) > 1 else ""
+        yield Finding(
+            kind, f"rank {ways[0].source} sends to rank {ways[0].target} {text}{more}", ways[0].line
+        )
 
 
 def _misfit(how: str, via: str, path: str, *, same: bool, nics: bool) -> tuple[str, str] | None:
@@ -307,7 +360,7 @@ def _rings(
 ) -> Iterator[Finding]:
     """Hops of rings that have no NVLink of their own, where NVLink joins the GPUs of others."""
     hops: Counter[tuple[int, int]] = Counter()
-    for ring in one.rings.values():
+    for ring in (ring for ring in one.rings.values() if all(rank in names for rank in ring)):
         hops.update((ring[place], ring[(place + 1) % len(ring)]) for place in range(len(ring)))
     kinds = {hop: _between(paths, names[hop[0]], names[hop[1]]) for hop in hops}
     if "NVL" not in kinds.values():
@@ -325,7 +378,8 @@ def _rings(
 
 
 def _orders(orders: Iterable[tuple[int, ...]], names: Mapping[int, str]) -> dict[Order, int]:
-    return dict(Counter(tuple(names[rank] for rank in order) for order in orders))
+    known = [order for order in orders if all(rank in names for rank in order)]
+    return dict(Counter(tuple(names[rank] for rank in order) for order in known))
 
 
 def _chains(one: Communicator) -> Iterator[tuple[int, ...]]:
@@ -371,6 +425,19 @@ def _channels(one: Communicator, part: Topology) -> Iterator[Finding]:
             "few channels",
             f"{counted(count, 'channel')}, where every GPU has {least} NVLinks or more: a channel is one "
             "block of threads and fills about one NVLink",
+        )
+
+
+def _network_channels(one: Communicator, machine: Topology, servers: Collection[str]) -> Iterator[Finding]:
+    """Fewer channels than a server has NICs: each keeps to one NIC of every server."""
+    count = one.channels or len(one.rings)
+    nics = Counter(device.server for device in machine.devices if device.kind == "nic")
+    least = min((nics[server] for server in servers), default=0)
+    if count and count < least:
+        yield Finding(
+            "few channels",
+            f"{counted(count, 'channel')}, where every server has {least} NICs or more: a channel keeps to one NIC, "
+            "so the others carry nothing",
         )
 
 

@@ -132,6 +132,10 @@ def read_tables(text: str) -> Tables:
             continue
         node = _NODE.match(line.strip())
         if node:
+            if len(node[1] + node[2]) > 12:
+                raise TopologyError(
+                    f"Numa Nodes: {line.strip()[:60]!r} does not belong there; give the listing again"
+                )
             numa[f"GPU{node[1]}"] = int(node[2])
         words = line.split()
         if table not in _CELLS or not words:
@@ -161,7 +165,7 @@ def read_tables(text: str) -> Tables:
             )
             raise TopologyError(f"{_named(key)}: {what}; give the whole listing")
         _check_symmetric(key, cells[key])
-    unknown = sorted(set(numa) - set(gpus)) if any(gpu.startswith("GPU") for gpu in gpus) else []
+    unknown = sorted(set(numa) - set(gpus))
     if unknown:
         raise TopologyError(f"Numa Nodes speak of {unknown[0]}, which no table has; give one listing")
     return Tables(gpus, cells, numa)

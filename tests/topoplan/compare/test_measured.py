@@ -132,7 +132,9 @@ def test_ranks_that_do_not_fit_are_refused(log: PerfLog, more: dict[str, object]
 
 def test_a_list_of_ranks_with_a_gap_is_refused_unless_the_gpus_are_named() -> None:
     """A line of it was lost; the factor of seven ranks would be wrong for all rows."""
-    text = "\n".join(line for line in PerfLog(rate=100).text().splitlines() if "Rank  3" not in line)
+    text = "\n".join(
+        line for line in PerfLog(rate=100, gpu="A100").text().splitlines() if "Rank  3" not in line
+    )
     with pytest.raises(UsageError, match=r"lists ranks 0-2,4-7 of 8, so lines of it are missing"):
         judged(text, topoplan.load("dgx-a100"))
     assert judged(text, topoplan.load("dgx-a100"), gpus=range(8)).warnings == ()
@@ -160,6 +162,96 @@ def test_allgather_and_alltoall_look_alike_and_have_to_be_named() -> None:
     with pytest.raises(UsageError, match="may be allgather or alltoall; name it with --collective"):
         judged(log, topoplan.load("dgx-a100"))
     assert judged(log, topoplan.load("dgx-a100"), collective="alltoall").rows[0].collective == "alltoall"
+
+
+@pytest.mark.parametrize("test", ["all_reduce", "reduce", "broadcast", "reduce_scatter"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_logs_of_two_ranks_are_known_by_root_and_reduction(test: str, listed: bool) -> None:
+    """algbw and busbw are equal in an allreduce of two, a reduce and a broadcast; only the last two have a root."""
+    log = PerfLog(test, (("n1", (0, 1)),), [1 << 20, 1 << 30], names_test=False, newer=False, rate=100)
+    lines = log.text().splitlines()
+    text = "\n".join(line for line in lines if listed or "Rank" not in line)
+    found = judged(text, topoplan.load("dgx-a100"), **({} if listed else {"gpus": [0, 1]}))
+    assert (found.rows[0].collective, found.gpus) == ({"all_reduce": "allreduce"}.get(test, test), (0, 1))
+
+
+def test_a_log_without_a_list_of_ranks_is_of_as_many_as_its_columns_say() -> None:
+    """Not of all GPUs of the machine: that would be another collective, or another factor."""
+    two = PerfLog("all_reduce", (("n1", (0, 1)),), [1 << 20, 1 << 30], names_test=False, rate=100)
+    four = replace(two, test="reduce_scatter", hosts=(("n1", range(4)),))
+    for log, told in ((two, "allreduce of 2 ranks"), (four, "reduce_scatter of 4 ranks")):
+        for named in (False, True):
+            text = replace(log, names_test=named).text()
+            bare = "\n".join(line for line in text.splitlines() if "Rank" not in line)
+            with pytest.raises(UsageError, match=f"by its columns the log is of {told}.*with --gpus"):
+                judged(bare, topoplan.load("dgx-a100"))
+    whole = replace(two, hosts=(("n1", range(8)),)).text()
+    bare = "\n".join(line for line in whole.splitlines() if "Rank" not in line)
+    found = judged(bare, topoplan.load("dgx-a100"))
+    assert (found.rows[0].collective, len(found.gpus)) == ("allreduce", 8)
+    assert "taken as all 8 GPUs" in found.notes[0]
+
+
+def test_a_collective_that_the_columns_are_not_of_is_doubted() -> None:
+    """--collective reduce for rows without a root."""
+    log = PerfLog("all_reduce", (("n1", (0, 1)),), [1 << 30], names_test=False, rate=100)
+    found = judged(log, topoplan.load("dgx-a100"), collective="reduce")
+    assert (
+        "--collective reduce does not fit the columns of the log, which are those of allreduce"
+        in found.warnings
+    )
+
+
+def test_a_log_of_gather_or_scatter_alone_is_not_guessed_to_be_a_collective_of_plans() -> None:
+    """Both have a root and no reduction."""
+    log = PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100)
+    with pytest.raises(UsageError, match="it may be gather or scatter; no plan does that"):
+        judged(log, topoplan.load("dgx-a100"))
+
+
+def test_more_than_nccl_or_any_schedule_can_always_says_which_assumption_falls() -> None:
+    """NICs that carry more than their slots, links, and a machine that is another one."""
+    slots = topoplan.cluster([topoplan.Server(topoplan.load("dgx-h100"), count=4)], nic_gbps=400, nics=8)
+    hosts = [(f"n{number}", range(8)) for number in range(4)]
+    log = PerfLog(hosts=hosts, sizes=[1 << 30, 1 << 33], rate=202, start=1e-5)
+    (told,) = judged(log, slots).warnings
+    assert (
+        "8GB: 206.1 GB/s is 104.0% of NCCL's best (network ring), which takes 49.91 GB/s of each NIC" in told
+    )
+    little = judged(PerfLog(sizes=[1 << 30], rate=172.5, start=0, gpu="A100"), topoplan.load("dgx-a100"))
+    assert (
+        "100.6% of what any schedule can, which takes more of the links than the machine states"
+        in little.warnings[0]
+    )
+    much = judged(PerfLog(sizes=[1 << 30], rate=200, start=0, gpu="A100"), topoplan.load("dgx-a100"))
+    assert "the machine has more than was stated" in much.warnings[0]
+
+
+def test_gpus_of_another_model_than_the_machines_are_told() -> None:
+    """Another generation, or cards in PCIe slots where the machine has NVSwitches."""
+    for gpu, machine, told in (
+        ("NVIDIA H100 PCIe", "dgx-h100", True),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100", False),
+        ("NVIDIA H100 80GB HBM3", "dgx-a100", True),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100", False),
+    ):
+        warnings = judged(PerfLog(sizes=[1 << 20], gpu=gpu), topoplan.load(machine)).warnings
+        assert any("give the machine that ran it" in words for words in warnings) == told
+
+
+def test_ranks_that_see_one_gpu_each_are_numbered_by_bus_id_or_have_to_be_named() -> None:
+    """All print device 0; a whole host of them is all its GPUs."""
+    text = PerfLog(rate=100, sizes=[1 << 30], gpu="A100").text()
+    for device in range(1, 8):
+        text = text.replace(f"device  {device} ", "device  0 ")
+    assert judged(text, topoplan.load("dgx-a100")).gpus == tuple(range(8))
+    part = PerfLog(hosts=(("node1", range(4)),), rate=100).text()
+    for device in range(1, 4):
+        part = part.replace(f"device  {device} ", "device  0 ")
+    with pytest.raises(
+        UsageError, match="ranks 0-3 of the log each see one GPU of node1, as device 0; name the 4 GPUs"
+    ):
+        judged(part, topoplan.load("dgx-a100"))
 
 
 @pytest.mark.parametrize("test", ["sendrecv", "gather", "scatter", "hypercube"])

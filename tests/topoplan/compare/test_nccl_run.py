@@ -6,6 +6,7 @@ import pytest
 
 import topoplan
 from tests.support.nccl_debug_logs import DebugLog, healthy, over_sockets, without_peers
+from tests.topoplan.formats.test_debug_log import OLDER
 from topoplan.compare.nccl_run import NcclRun, judge_nccl
 from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.debug_log import parse_nccl_log
@@ -97,6 +98,36 @@ def test_settings_that_cost_nothing_are_no_finding() -> None:
     assert [finding.text for finding in run.findings] == [
         "NCCL_ALGO=Ring takes the choice of an algorithm away from NCCL"
     ]
+
+
+def test_ranks_of_a_log_of_one_host_of_two_are_judged() -> None:
+    """Host memory beside NVLink, sockets to a rank whose host is not heard, and NICs without a channel."""
+    run = judged(OLDER, topoplan.load("dgx-a100"))
+    assert kinds(run) == ["shm", "socket", "few channels"]
+    assert run.findings[1].text.startswith("rank 9 sends to rank 0 over sockets")
+    assert run.notes == ("the log is of ranks 8,9, 2 of 16",)
+
+
+def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
+    """A ring of ranks that no other line names, one that names ranks which are not there, and no number of ranks."""
+    ring = "h:1:2 [0] NCCL INFO Channel 00/02 :    0   1   2   3\n"
+    way = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct\n"
+    machine = topoplan.load("dgx-h100")
+    assert judged(ring + way, machine).rings == 450
+    assert judged(ring.replace("3", "9") + way, machine).rings is None
+    cut = judged(way, machine)
+    assert kinds(cut) == ["shm"]
+    assert "does not say how many ranks there are" in cut.notes[0]
+    assert cut.to_object()["ranks"] is None
+
+
+def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
+    """All say device 0; and their lines may lack the host."""
+    text = OLDER.replace("cudaDev 1", "cudaDev 0").replace("nranks 16", "nranks 10")
+    for log in (text, "\n".join(line.partition(" ")[2] for line in text.splitlines())):
+        run = judged(log, topoplan.load("dgx-a100"))
+        assert dict(run.gpus) == {8: 0, 9: 1}
+        assert any("every process sees one GPU" in note for note in run.notes)
 
 
 def test_one_rank_alone_is_told() -> None:

@@ -115,6 +115,109 @@ def test_communicators_are_kept_apart() -> None:
     assert found.communicators[1].rings == {0: (0, 1), 1: (0, 1), 2: (0, 1)}
 
 
+OLDER = """ip-a:21:86 [0] NCCL INFO NCCL version 2.9.9+cuda11.0
+ip-a:22:80 [1] NCCL INFO Channel 01 : 9[101d0] -> 8[101c0] via SHM/direct/direct
+ip-a:21:86 [0] NCCL INFO Channel 01 : 8[101c0] -> 9[101d0] via SHM/direct/direct
+ip-a:22:80 [1] NCCL INFO Channel 01 : 9[101d0] -> 0[101c0] [send] via NET/Socket/0
+ip-a:21:86 [0] NCCL INFO 2 coll channels, 2 p2p channels, 1 p2p channels per peer
+ip-a:21:86 [0] NCCL INFO comm 0x7fdc rank 8 nranks 16 cudaDev 0 busId 101c0 - Init COMPLETE
+ip-a:22:80 [1] NCCL INFO comm 0x7f17 rank 9 nranks 16 cudaDev 1 busId 101d0 - Init COMPLETE
+"""
+"""Two of sixteen ranks, as releases before 2.19 print them: the line of the communicator comes last."""
+
+LABELS = (
+    *(
+        "",
+        "0: ",
+        "[0] ",
+        "> ",
+        "n1: ",
+        "nccl-1  | ",
+        "[default0]:",
+        "[rank0]: ",
+        "[1,mpirank:0,algo-1]<stdout>:",
+    ),
+    *("[prterun-n1-3215@1,0]<stdout>: ", "[1,0]<stderr>:", "[pod/nccl-1/main] ", "pod/nccl-1 ", "\x1b[32m"),
+    *("2026-11-02T10:00:00.123456Z ", "[2026-11-02 10:00:00] ", "Nov  2 10:00:00 n1 nccl[17]: ", "\ufeff"),
+)
+"""What launchers, terminals and collectors of logs put before a line."""
+
+
+def test_lines_before_the_line_of_a_communicator_are_its_own() -> None:
+    """One communicator of sixteen ranks, not a second one of ten."""
+    (one,) = read(OLDER).communicators
+    assert (one.size, one.channels, sorted(one.ranks)) == (16, 2, [8, 9])
+    assert [(joined.source, joined.target) for joined, _ in one.joined()] == [(8, 9), (9, 0), (9, 8)]
+
+
+def test_communicators_of_one_size_are_kept_apart_by_their_processes() -> None:
+    """Opened one after another, the same ranks or other ones; their processes' lines in any order."""
+    opened = [
+        f"n:{process}:1 [{process}] NCCL INFO comm 0x{process}{turn} rank {rank} nranks 2 cudaDev {process} - Init "
+        "COMPLETE"
+        for turn, ranks in enumerate(((0, 1), (1, 0)))
+        for process, rank in enumerate(ranks)
+    ]
+    found = read("\n".join(opened))
+    assert [{rank: at.device for rank, at in one.ranks.items()} for one in found.communicators] == [
+        {0: 0, 1: 1},
+        {1: 0, 0: 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "rings"),
+    [
+        (
+            "Channel 00/02 :    0   1   2   3\n{}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n",
+            4,
+            {0: (0, 1, 2, 3)},
+        ),
+        ("Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n", 0, {}),
+        ("Channel 00/02 :    0   1   2 ...\n{}Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n", 0, {}),
+        ("Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n{}Channel 00/02 :    0   1   2", 0, {}),
+    ],
+)
+def test_the_number_of_ranks_is_never_that_of_the_largest_rank(
+    text: str, size: int, rings: dict[int, tuple[int, ...]]
+) -> None:
+    """It is that of a whole ring, or unknown: the log is cut."""
+    prefix = "h:1:2 [0] NCCL INFO "
+    (one,) = read(prefix + text.format(prefix)).communicators
+    assert (one.size, one.rings) == (size, rings)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_labels_colours_and_line_ends_change_nothing(label: str, end: str) -> None:
+    """Hosts, devices and ways come back."""
+    text = end.join(label + line for line in OLDER.splitlines()) + end
+    assert read(text) == read(OLDER)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_lines_without_host_and_process_are_told_apart_by_their_device(label: str) -> None:
+    """The ranks of both devices, and what joins them, in one communicator."""
+    bare = "\n".join(label + line.partition(" ")[2] for line in OLDER.splitlines())
+    (one,), (whole,) = read(bare).communicators, read(OLDER).communicators
+    assert [joined.via for joined, _ in one.joined()] == [joined.via for joined, _ in whole.joined()]
+    assert {rank: (at.host, at.device) for rank, at in one.ranks.items()} == {8: ("", 0), 9: ("", 1)}
+    none = "\n".join(line.partition("] ")[2] for line in OLDER.splitlines())
+    assert [len(found.ranks) for found in read(none).communicators] == [2]
+
+
+def test_lines_that_ran_into_one_are_two() -> None:
+    """Processes print at once, and a line break is lost."""
+    lines = OLDER.splitlines()
+    joined = "\n".join(["".join(lines[1:3]), lines[0], *lines[3:]])
+    found = read(joined).communicators[0]
+    assert [(way.source, way.target, way.via) for way, _ in found.joined()][:2] == [
+        (8, 9, "SHM/direct/direct"),
+        (9, 0, "NET/Socket/0"),
+    ]
+    assert len(found.connections) == 3
+
+
 def test_a_text_in_which_nccl_says_nothing_is_no_log() -> None:
     """And one line of it is."""
     assert parse_nccl_log("roses are red\n") is None

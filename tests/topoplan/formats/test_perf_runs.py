@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.perf_logs import FACTORS, PerfLog
+from tests.topoplan.formats.test_debug_log import LABELS
 from topoplan.errors import UsageError
+from topoplan.formats.nccl_logs.debug_log import parse_nccl_log
 from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
 from topoplan.formats.nccl_logs.perf_runs import PROGRAMS
 
@@ -77,12 +80,154 @@ def test_several_runs_in_one_text_stay_apart() -> None:
     assert [run.program for run in parse_perf_runs(older)] == ["all_reduce", "reduce_scatter"]
 
 
-@pytest.mark.parametrize("label", ["[1,0]<stdout>:", "0: ", ""])
-def test_what_launchers_put_before_a_line_is_left_out(label: str) -> None:
-    """As mpirun --tag-output and srun --label print it."""
-    log = PerfLog()
-    text = "\n".join(label + line for line in log.text().splitlines())
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_what_launchers_put_before_a_line_is_left_out(label: str, end: str) -> None:
+    """Labels, time stamps, colours, quotation marks and Windows' line ends."""
+    log = PerfLog(sizes=[1 << 10, 1 << 20])
+    text = end.join(label + line for line in log.text().splitlines())
     assert parse_perf_runs(text) == parse_perf_runs(log.text())
+
+
+@pytest.mark.parametrize("test", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("newer", [True, False])
+def test_marks_that_a_web_page_has_eaten_are_not_missed(test: str, newer: bool) -> None:
+    """Without any #, and with arrows and blanks as HTML writes them."""
+    log = PerfLog(test, newer=newer, names_test=newer)
+    eaten = log.text().replace("#wrong", "@").replace("#", " ").replace("@", "#wrong")
+    assert parse_perf_runs(eaten) == parse_perf_runs(log.text())
+    assert parse_perf_runs(log.text().replace(" ", "\xa0")) == parse_perf_runs(log.text())
+    stripped = "\n".join(line.strip() for line in eaten.splitlines())
+    assert parse_perf_runs(stripped) == parse_perf_runs(log.text())
+
+
+@pytest.mark.parametrize(
+    ("before", "test", "program"),
+    [
+        # a folder's name, a listing of programs, a command of another test, and one that several fit
+        ("mpirun -np 8 /opt/all_reduce_perf_runs/build/all_gather_perf -b 8", "all_gather", "all_gather"),
+        ("$ ls build\nall_gather_perf  all_reduce_perf  alltoall_perf", "all_reduce", "all_reduce"),
+        ("all_gather_perf\nreduce_perf\nall_reduce_perf\nsendrecv_perf", "reduce", "reduce"),
+        ("./build/all_reduce_perf -b 8", "broadcast", ""),
+        ("all_gather_perf alltoall_perf", "all_gather", ""),
+        ("run 'all_reduce_perf_mpi'", "all_reduce", "all_reduce"),
+    ],
+)
+def test_a_test_that_is_only_mentioned_must_fit_the_columns(before: str, test: str, program: str) -> None:
+    """By the name of the program, never by that of a folder; else the log does not name its test."""
+    log = PerfLog(test, names_test=False, newer=False)
+    (run,) = parse_perf_runs(f"{before}\n{log.text()}")
+    assert run.program == program
+    assert bool(run.warnings) == (not program)
+
+
+def test_rows_tell_into_how_many_parts_the_buffer_is_divided() -> None:
+    """By size and count; of tests that do not divide it they tell nothing."""
+    (divided,), (whole,) = (parse_perf_runs(PerfLog(test).text()) for test in ("all_gather", "all_reduce"))
+    assert {row.parts for row in divided.rows} == {8, None}
+    assert {row.parts for row in whole.rows} == {None}
+
+
+def rccl(size: int, inside: int, **more: object) -> str:
+    """A row as rccl-tests prints it in JSON."""
+    row = {"#wrong": "0", "algBw": 1.0, "busBw": 1.5, "gpus": 4, "inPlace": inside, "name": "AllReduce"}
+    row |= {"redop": "sum", "size": size, "time": size / 1000, "type": "float"}
+    return json.dumps(row | more)
+
+
+def test_json_lines_of_rccl_tests_are_runs() -> None:
+    """Both places of a size are one row; another operation, type or test begins another run; a cut row is named."""
+    lines = [
+        rccl(1024, 0),
+        rccl(1024, 1),
+        rccl(4096, 0),
+        rccl(1024, 0, redop="max"),
+        rccl(1024, 0, name="AllGather"),
+    ]
+    for text in ("\n".join(lines), "starting\n" + "\n".join(f"0: {line}" for line in lines)):
+        first, second, third = parse_perf_runs(text)
+        assert [(row.size, row.in_place is not None) for row in first.rows] == [(1024, True), (4096, False)]
+        assert (first.collective, first.stated, first.warnings) == ("allreduce", 4, ())
+        assert (second.rows[0].redop, third.collective) == ("max", "allgather")
+    (cut,) = parse_perf_runs("\n".join([lines[0], lines[2][:60] + '"busBw"']))
+    assert len(cut.rows) == 1
+    assert "line 2: the JSON of a row is cut" in cut.warnings[0]
+
+
+PERF_JSON = {
+    "version": 3,
+    "args": ["/opt/broadcast_perf_runs/all_reduce_perf", "-J", "broadcast_perf.json"],
+    "config": {
+        "blocking": "false",
+        "devices": [{"rank": r, "hostname": "n", "device": r, "device_hex": "0x07"} for r in range(2)],
+    },
+    "results": [
+        {
+            "size": size,
+            "count": size // 4,
+            "type": "float",
+            "redop": "sum",
+            "root": "-1",
+            "out_of_place": {"time": size / 1000, "alg_bw": 1.0, "bus_bw": 1.0, "nwrong": "N/A"},
+            "in_place": {"time": size / 1000, "alg_bw": "nan", "bus_bw": "nan", "nwrong": "nan"},
+        }
+        for size in (1024, 4096, 16384)
+    ],
+}
+
+
+def test_a_json_file_of_nccl_tests_that_was_cut_is_read_up_to_its_last_result() -> None:
+    """Wherever it is cut, its brackets missing; several files may stand one behind another."""
+    text = json.dumps(PERF_JSON, indent=2)
+    (whole,) = parse_perf_runs(text)
+    assert (whole.program, whole.stated, [row.size for row in whole.rows]) == (
+        "all_reduce",
+        2,
+        [1024, 4096, 16384],
+    )
+    assert all("nan nan is no time" in told for told in whole.warnings)
+    starts = [text.index(f'"size": {size}') for size in (4096, 16384)]
+    for end in range(starts[0], len(text) - 2, 7):
+        (run,) = parse_perf_runs(text[:end])
+        assert len(run.rows) >= (2 if end > starts[1] else 1)
+        assert run.rows == whole.rows[: len(run.rows)]
+        assert "without its summary" in run.warnings[-1]
+    assert len(parse_perf_runs(text + "\n" + text)) == 2
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "1e999", "-5"])
+def test_numbers_that_no_json_has_are_refused_in_one_line(digits: str) -> None:
+    """Python reads no number of 5,000 digits, and infinity is no number of bytes."""
+    text = json.dumps(PERF_JSON).replace("1024", digits, 1)
+    with pytest.raises(UsageError) as error:
+        parse_perf_runs(text)
+    assert len(str(error.value)) < 200
+
+
+LONG = {
+    "letters": "a",
+    "blanks": " ",
+    "digits and blanks": "0 1 ",
+    "colons": "a:1:",
+    "brackets": "[",
+    "objects": '{"a":',
+    "quotes": '\\"',
+    "labels": "[1,0]<stdout>:",
+    "lines of NCCL": "h:1:2 [0] NCCL INFO ",
+    "NCCL": "NCCL INFO ",
+}
+
+
+@pytest.mark.parametrize("piece", LONG.values(), ids=LONG)
+@pytest.mark.parametrize(
+    "lead", ["", "h:1:2 [0] NCCL INFO Channel 00/0 : 0 -> 1 via ", "# Rank 0 ", '{"results": ["']
+)
+def test_a_line_of_a_megabyte_is_read_in_linear_time(lead: str, piece: str) -> None:
+    """60 KB took half a minute; a reader that is quadratic would not end here."""
+    text = lead + piece * (1_000_000 // len(piece)) + "!"
+    with contextlib.suppress(UsageError):
+        parse_perf_runs(text)
+    parse_nccl_log(text)
 
 
 def test_lines_of_nccl_between_the_rows_change_nothing() -> None:

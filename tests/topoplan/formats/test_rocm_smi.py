@@ -187,6 +187,13 @@ def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str)
     assert "\n" not in str(error.value)
 
 
+def test_numa_nodes_of_gpus_that_the_tables_name_otherwise_are_refused() -> None:
+    """Tables of amd-smi name GPUs by bus id, and Numa Nodes of rocm-smi by number."""
+    tables = amd_smi(["0000:01:00.0", "0000:02:00.0"], type=lambda i, j: "XGMI")
+    with pytest.raises(TopologyError, match="Numa Nodes speak of GPU0, which no table has"):
+        parse_rocm_smi(tables + "\nGPU[0]\t\t: (Topology) Numa Node: 0\n")
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_damage_is_read_or_refused(data: st.DataObject) -> None:

@@ -42,6 +42,17 @@ def test_rings_fill_every_nic(servers: int) -> None:
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize(("servers", "nics"), [(2, 2), (2, 4), (3, 2), (4, 3), (2, 1)])
+def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
+    """GPUs without a NIC are no doors: all NICs at their rate, both ways."""
+    machine = topoplan.cluster(
+        [topoplan.Server(topoplan.load("dgx-a100"), count=servers)], nic_gbps=200, nics=nics
+    )
+    size = 8 * servers
+    assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(24 * nics * size, 2 * (size - 1))
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "drawn",
     [

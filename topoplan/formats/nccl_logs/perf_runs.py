@@ -2,8 +2,12 @@
 
 A run begins with its settings (``# nThread 1 nGpus 8 …``), lists its ranks, and prints a table under a head that names
 the columns, first out of place and then in place; a summary ends it. Columns are found by the names in that head, so
-that versions with other columns are read alike. What launchers put before a line (``[1,0]<stdout>:``, ``0: ``) is left
-out, and so is what NCCL prints between the rows (`topoplan.formats.nccl_logs.debug_log` reads that).
+that versions with other columns are read alike. A web page may have eaten the # marks. What launchers put before a line
+(`topoplan.formats.nccl_logs.log_lines`) is left out, and so is what NCCL prints between the rows
+(`topoplan.formats.nccl_logs.debug_log` reads that). rccl-tests prints a JSON object for each row.
+
+The test is the one that a run names itself; else one that is mentioned before it, such as in its command, if the
+columns are those of that test.
 
 Nothing is dropped without a word: a line that looks like a row and is none, results that are wrong, a missing summary
 and a failed test each leave a warning. What the figures mean on a machine is not decided here.
@@ -11,11 +15,13 @@ and a failed test each leave a warning. What the figures mean on a machine is no
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from topoplan.formats.nccl_logs.log_lines import ENDLESS, log_lines, split_label
 from topoplan.hosts.host import plain_bus_id
 from topoplan.units import format_size
 
@@ -32,21 +38,40 @@ PROGRAMS = {
 OTHER_PROGRAMS = ("alltoallv", "sendrecv", "gather", "scatter", "hypercube")
 """Tests of nccl-tests whose traffic is no collective of a plan."""
 
-_LABEL = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\[\d+\] |\s*\d+:\s)")
-PROGRAM = re.compile(rf"\b({'|'.join(sorted((*PROGRAMS, *OTHER_PROGRAMS), key=len, reverse=True))})_perf")
+_TESTS = "|".join(sorted((*PROGRAMS, *OTHER_PROGRAMS), key=len, reverse=True))
+_TEST = re.compile(rf"({_TESTS})_perf(?![a-zA-Z])")
+_AROUND = "\"'`()[]{}<>,;:=*$|&"
+"""What may stand around the name of a test."""
+
+_LOST_MARK = re.compile(
+    r"\s*(?:nThread \d|Using devices|Rank +\d+ +(?:Group|Pid)|nccl-tests version|Collective test (?:starting|concluded)"
+    r"|size +count +type|\(B\)|out-of-place|in-place|Out of bounds values|Avg bus bandwidth|\w{1,20} of \d+ ranks?, )"
+)
+"""Beginnings of comments, which web pages show without their mark."""
+
 _RANK = re.compile(
     r"^#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+\[([0-9a-fA-Fx:.]+)\]\s*(.*)$"
 )
-_BENCH = re.compile(r"^# (\w+) of (\d+) ranks?, (\S+)(?: \(\w+\))?(?:, (.+))?, median of \d+$")
+_BENCH = re.compile(r"^#\s*(\w+) of (\d+) ranks?, (\S+)(?: \(\w+\))?(?:, (.+))?, median of \d+$")
 _SUMMARY = re.compile(r"^#\s*(Out of bounds values|Avg bus bandwidth)\s*:\s*(\S+)\s*(\w*)")
 _FAILED = re.compile(
     r"Test (?:NCCL |CUDA )?failure|Test timeout|: Test (?:NCCL|CUDA) |Invalid number of GPUs"
 )
-ENDLESS = re.compile(r"[0-9]{25}")
-"""More digits than any number of a log has."""
-
 _NUMBER = re.compile(r"^[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?$")
 _BLOCK = ("time", "algbw", "busbw", "#wrong")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_WHOLE = ("all_reduce", "broadcast", "reduce", "sendrecv")
+"""Tests whose count is that of the whole buffer; of the others it is that of a rank's part."""
+
+_BYTES = {
+    **dict.fromkeys(("int8", "uint8", "char", "fp8_e4m3", "fp8_e5m2", "f8e4m3", "f8e5m2"), 1),
+    **dict.fromkeys(("half", "float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float", "float32", "int32", "uint32", "int"), 4),
+    **dict.fromkeys(("double", "float64", "int64", "uint64"), 8),
+}
+"""Bytes of an element by the name of its type."""
+
 _STANDARD = ("size", "count", "type", "redop", "root", *_BLOCK, *_BLOCK)
 
 
@@ -108,7 +133,10 @@ class LoggedRow:
         Bytes as nccl-tests counts them: of the full buffer for allgather, reduce_scatter and alltoall.
     type, redop : str
     root : int or None
+        None of tests without a root, which print -1.
     out_of_place, in_place : Timing or None
+    count : int or None
+        Elements, as printed: of a rank's part in tests that divide the buffer.
     """
 
     line: int
@@ -118,6 +146,13 @@ class LoggedRow:
     root: int | None
     out_of_place: Timing | None
     in_place: Timing | None
+    count: int | None = None
+
+    @property
+    def parts(self) -> int | None:
+        """Parts of the buffer, one for each rank, that size over count tells; None where it does not tell any."""
+        part = (self.count or 0) * _BYTES.get(self.type, 0)
+        return self.size // part if part and self.size > part and self.size % part == 0 else None
 
     @property
     def timing(self) -> Timing:
@@ -173,12 +208,32 @@ class OpenRun:
     columns: list[str] | None = None
     summaries: int = 0
     began: bool = False
+    mentioned: tuple[str, ...] = ()
+    in_place_only: bool = False
 
     @property
     def is_bench(self) -> bool:
         return self.program == "bench"
 
+    def _name(self) -> None:
+        """Take the test that is mentioned before the run, if the columns can be those of this one alone."""
+        fitting = [name for name in self.mentioned if columns_fit(self.rows, name)]
+        if len(fitting) == 1:
+            self.program = fitting[0]
+        elif self.mentioned and self.rows:
+            self.warnings.append(
+                f"line {self.line}: before the run stands {' and '.join(f'{name}_perf' for name in self.mentioned)}, "
+                + (
+                    "so the log does not say which one it is"
+                    if fitting
+                    else "and its columns are those of another test"
+                )
+            )
+
     def closed(self) -> PerfRun:
+        if not self.program:
+            self._name()
+        self.collective = self.collective or PROGRAMS.get(self.program, "")
         if (
             self.rows
             and not self.is_bench
@@ -224,29 +279,60 @@ def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
     (2, [(1048576, 52.43, 0)], ())
     """
     runs: list[OpenRun] = []
-    named = ""
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = _LABEL.sub("", raw.rstrip())
-        if "NCCL INFO" in line or "NCCL WARN" in line or not line.strip():
+    named: list[str] = []
+    for number, raw in log_lines(text):
+        if "NCCL INFO" in raw or "NCCL WARN" in raw or not raw.strip():
             continue
-        if ENDLESS.search(line):
+        if ENDLESS.search(raw):
             if runs:
                 runs[-1].warnings.append(f"line {number}: it has a number of 25 digits or more; left out")
             continue
-        if not line.startswith("#"):
-            named = _plain_line(runs, number, line) or named
-        elif _begins(runs, line):
-            runs.append(OpenRun(number, began=True))
-            named = _comment(runs[-1], number, line, named)
-        else:
+        if _FAILED.search(raw):
             if not runs:
                 runs.append(OpenRun(number))
-            named = _comment(runs[-1], number, line, named)
+            runs[-1].warnings.append(f"line {number}: the test failed: {' '.join(raw[:400].split())[:120]}")
+            continue
+        _, line = split_label(raw.rstrip())
+        if _LOST_MARK.match(line):
+            line = f"# {line.lstrip()}"
+        if line.lstrip().startswith("{"):
+            _json_row(runs, number, line)
+        elif not line.startswith("#"):
+            _plain_line(runs, number, line, named)
+        else:
+            begins = _begins(runs, line)
+            if begins or not runs:
+                runs.append(OpenRun(number, began=begins))
+            _comment(runs[-1], number, line, named)
     meant = [run for run in runs if run.began or run.rows or run.warnings or run.ranks or run.columns]
     for run in meant:
-        run.program = run.program or named
-        run.collective = run.collective or PROGRAMS.get(run.program, "")
+        if not run.columns and not run.mentioned:
+            run.mentioned = tuple(dict.fromkeys(named))
     return tuple(run.closed() for run in meant)
+
+
+def columns_fit(rows: Sequence[LoggedRow], test: str) -> bool:
+    """Whether rows can be those of a test: by reduction, root, and whether it divides the buffer."""
+    return all(
+        (not row.redop or (row.redop != "none") == (test in _REDUCING))
+        and (row.root is not None) == (test in _ROOTED)
+        and (row.parts is None or test not in _WHOLE)
+        for row in rows
+    )
+
+
+def named_tests(words: str) -> list[str]:
+    """Return the tests that a command or a line names, in its order, by the programs alone and not by their folders.
+
+    Examples
+    --------
+    >>> named_tests("mpirun -np 8 /opt/all_reduce_perf_runs/build/all_gather_perf_mpi -b 8")
+    ['all_gather']
+    """
+    if "_perf" not in words:
+        return []
+    programs = (token.strip(_AROUND).rsplit("/", 1)[-1] for token in words.split() if "_perf" in token)
+    return [found[1] for found in map(_TEST.match, programs) if found]
 
 
 def _begins(runs: Sequence[OpenRun], line: str) -> bool:
@@ -264,16 +350,16 @@ def _begins(runs: Sequence[OpenRun], line: str) -> bool:
     )
 
 
-def _comment(run: OpenRun, number: int, line: str, named: str) -> str:
-    """Take what a line that begins with # says; returns the test that the next run without a name is of."""
+def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
+    """Take what a line that begins with # says; tests that are named so far are those of the next table."""
     bench, rank, summary = _BENCH.match(line), _RANK.match(line), _SUMMARY.match(line)
-    program = PROGRAM.search(line)
+    tests = named_tests(line)
     if bench:
         run.program, run.stated, run.schedule = "bench", int(bench[2]), bench[4] or "plan"
         run.collective = bench[1] if bench[1] in PROGRAMS.values() else ""
-    elif program and "starting" in line:
-        run.program = program[1]
-        return ""
+    elif tests and "starting" in line:
+        run.program = tests[0]
+        named.clear()
     elif rank:
         run.ranks.append(
             LoggedRank(
@@ -290,10 +376,17 @@ def _comment(run: OpenRun, number: int, line: str, named: str) -> str:
         if summary[3] == "FAILED":
             run.warnings.append(f"line {number}: nccl-tests says {summary[1]} : {summary[2]} FAILED")
     elif " algbw" in line and " size" in line:
-        if not run.program and named:
-            run.program, named = named, ""
-        run.columns = line.lstrip("#").split()
-    return named
+        columns = line.lstrip("#").split()
+        first = next((place for place, name in enumerate(columns) if name.endswith("time")), 0)
+        if "size" in columns[:first]:
+            run.columns = columns
+            if not run.program:
+                run.mentioned = tuple(dict.fromkeys(named))
+            named.clear()
+    elif "in-place" in line and "out-of-place" not in line:
+        run.in_place_only = True
+    else:
+        named += tests
 
 
 def short_bus_id(text: str) -> str:
@@ -301,24 +394,55 @@ def short_bus_id(text: str) -> str:
     return plain_bus_id(text if ":" in text else f"0000:{text.removeprefix('0x').lower():0>2}:00.0")
 
 
-def _plain_line(runs: list[OpenRun], number: int, line: str) -> str:
-    """Take a line that is no comment: a row, a failure, or the command that begins a run, whose test is returned."""
-    program = PROGRAM.search(line)
+def _plain_line(runs: list[OpenRun], number: int, line: str, named: list[str]) -> None:
+    """Take a line that is no comment: a row, or a command that names the test of a run."""
     tokens = line.split()
-    if _FAILED.search(line):
+    if not tokens or not tokens[0].isdecimal():
+        named += named_tests(line)
+        return
+    if (runs and (runs[-1].columns or runs[-1].ranks)) or len(tokens) >= 8:
         if not runs:
             runs.append(OpenRun(number))
-        runs[-1].warnings.append(f"line {number}: the test failed: {' '.join(tokens)[:120]}")
-        return ""
-    if program and not tokens[0].isdecimal():
-        return program[1]
-    in_table = bool(runs and (runs[-1].columns or runs[-1].ranks))
-    if not tokens[0].isdecimal() or not (in_table or len(tokens) >= 8):
-        return ""
-    if not runs:
-        runs.append(OpenRun(number))
-    _row(runs[-1], number, line)
-    return ""
+        _row(runs[-1], number, line)
+
+
+_RCCL_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
+"""Tests by the names that rccl-tests gives its rows, in small letters, where they differ."""
+
+
+def _json_row(runs: list[OpenRun], number: int, line: str) -> None:
+    """Take a row of rccl-tests, an object for each place of a size; runs differ in test, operation, type or ranks."""
+    if '"busBw"' not in line and '"algBw"' not in line:
+        return
+    try:
+        value = json.loads(line)
+        name = str(value["name"]).lower().replace("_", "")
+        size, inside = int(value["size"]), str(value.get("inPlace", "0")) in ("1", "true", "True")
+        ranks = int(value.get("ranks") or 0) or int(value.get("gpus") or 0) or None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        if not runs:
+            runs.append(OpenRun(number))
+        runs[-1].warnings.append(
+            f"line {number}: the JSON of a row is cut or lacks a key ({str(error)[:60]}); left out"
+        )
+        return
+    test, kind = _RCCL_NAMES.get(name, name), (str(value.get("type", "")), str(value.get("redop", "")))
+    last = runs[-1] if runs else None
+    same = last and last.rows and (last.program, last.stated) == (test, ranks)
+    if last is None or not same or (last.rows[-1].type, last.rows[-1].redop) != kind:
+        last = OpenRun(number, program=test, stated=ranks, began=True, summaries=1)
+        runs.append(last)
+    known = {key: str(value.get(key)) for key in ("time", "algBw", "busBw")}
+    known |= {"#wrong": str(value.get("#wrong", value.get("wrong", "N/A")))}
+    timing = timing_of(last, number, str(size), {key.lower(): text for key, text in known.items()})
+    if timing is None or not 0 <= size < 1 << 63:
+        return
+    places = (None, timing) if inside else (timing, None)
+    before = last.rows[-1] if last.rows else None
+    if inside and before and (before.size, before.in_place) == (size, None):
+        last.rows[-1] = replace(before, in_place=timing)
+    else:
+        last.rows.append(LoggedRow(number, size, *kind, None, *places))
 
 
 def _row(run: OpenRun, number: int, line: str) -> None:
@@ -335,18 +459,23 @@ def _row(run: OpenRun, number: int, line: str) -> None:
     if len(values) != len(columns) and not alone:
         what = "is cut" if len(values) < len(columns) else "has more columns than its head"
         run.warnings.append(
-            f"line {number}: the row of {_size_words(values[0])} {what} ({len(values)} of {len(columns)}); left out"
+            f"line {number}: the row of {_size_words(line.split()[0])} {what} ({len(values)} of {len(columns)}); left "
+            "out"
         )
         return
-    fixed = dict(zip(columns[:head], values[:head], strict=True))
+    fixed = dict(zip(columns[:head], values[:head], strict=False))
+    if not fixed["size"].isdecimal():
+        run.warnings.append(f"line {number}: {fixed['size'][:20]!r} is not a number of bytes; left out")
+        return
     placed: list[Timing | None] = []
     for start in [head] if alone or len(blocks) == 1 else blocks[:2]:
-        known = dict(zip(columns[start : start + width], values[start : start + width], strict=True))
+        known = dict(zip(columns[start : start + width], values[start : start + width], strict=False))
         placed.append(timing_of(run, number, fixed["size"], known))
+    alone = alone or (run.in_place_only and len(placed) == 1)
     out_of_place, in_place = (None, placed[0]) if alone else (placed[0], placed[1] if placed[1:] else None)
     if out_of_place is None and in_place is None:
         return
-    root = fixed.get("root", "")
+    root, count = fixed.get("root", ""), fixed.get("count", "")
     run.rows.append(
         LoggedRow(
             number,
@@ -356,6 +485,7 @@ def _row(run: OpenRun, number: int, line: str) -> None:
             int(root) if root.isdecimal() else None,
             out_of_place,
             in_place,
+            int(count) if count.isdecimal() else None,
         )
     )
 

@@ -7,8 +7,9 @@ order can beat. A hop never passes another rank; where neither order can do with
 `hamiltonian_cycles` are taken.
 
 Across servers rings lie as ring libraries lay them: each enters and leaves every server once, over NICs of its own.
-Ring c enters server s at its GPU c + a(s) and leaves it at GPU c + a(s + 1), numbers modulo the GPUs of the server,
-with a = 0, 1, 0, 1, …, and 2 at last where the number of servers is odd. So a server receives on the rail on which the
+Ring c enters server s at its door c + a(s) and leaves it at door c + a(s + 1), numbers modulo the doors of the server,
+with a = 0, 1, 0, 1, …, and 2 at last where the number of servers is odd. Doors are the GPUs with a way out of their
+server that passes no other GPU: all of them, or those with a NIC. So a server receives on the rail on which the
 one before it sends, and all rings together use every NIC once in each direction.
 """
 
@@ -159,7 +160,7 @@ Joined = Callable[[int, int], bool]
 
 
 def server_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
-    """As many such rings as the capacity of the links allows, one for each number of a GPU at most.
+    """As many such rings as the capacity of the links allows, one for each GPU with a way out of its server at most.
 
     Empty where all ranks are in one server, or no such ring has a route for every hop.
 
@@ -189,10 +190,15 @@ def server_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
         links = routes.shortest(tail, head, off_network)
         return links is not None and all(off_network[link] for link in links)
 
+    doors = [
+        [rank for rank in ranks if any(routes.shortest(rank, head, fabric.capacity) for head in following)]
+        or ranks
+        for ranks, following in zip(servers, servers[1:] + servers[:1], strict=True)
+    ]
     left = list(fabric.capacity)
     rings = []
-    for first in range(max(len(ranks) for ranks in servers)):
-        order = _order(servers, first, inside)
+    for first in range(max(len(ranks) for ranks in doors)):
+        order = _order(servers, doors, first, inside)
         hops = None if order is None else _hops(order, routes, left)
         if order is None or hops is None:
             continue
@@ -205,15 +211,20 @@ def server_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
     return tuple(rings)
 
 
-def _order(servers: list[list[int]], first: int, inside: Joined) -> tuple[int, ...] | None:
+def _order(
+    servers: list[list[int]], doors: list[list[int]], first: int, inside: Joined
+) -> tuple[int, ...] | None:
+    """All ranks, entering and leaving every server at two of its doors: ranks with a way out of it."""
     shifts = [number % 2 for number in range(len(servers))]
     if len(servers) % 2:
         shifts[-1] = 2
     order: list[int] = []
-    for ranks, enters, leaves in zip(servers, shifts, shifts[1:] + shifts[:1], strict=True):
-        walk = _walk(
-            ranks, ranks[(first + enters) % len(ranks)], ranks[(first + leaves) % len(ranks)], inside
-        )
+    for ranks, ports, enters, leaves in zip(servers, doors, shifts, shifts[1:] + shifts[:1], strict=True):
+        start, end = ((first + shift) % len(ports) for shift in (enters, leaves))
+        if start == end:
+            # two doors and an odd number of servers
+            end = (start + 1) % len(ports)
+        walk = _walk(ranks, ports[start], ports[end], inside)
         if walk is None:
             return None
         order += walk
