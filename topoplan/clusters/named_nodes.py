@@ -92,7 +92,7 @@ def cluster_of_nodes(
     *,
     nodes: Sequence[str] | None = None,
     nic_gbps: float | None = None,
-    nics: int | None = None,
+    nics: int | str | None = None,
     oversubscription: float | None = None,
     nic_access: str = "pcie",
     transport: str | None = None,
