@@ -4,8 +4,8 @@ A machine with NVLink: between its GPUs a plan uses NVLink only, yet what goes t
 NIC is joined by ``network`` links straight to the GPUs that it serves; other GPUs relay over NVLink. Such a link is as
 fast as the PCIe path between the two and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the
 way of several NICs counts for each with an even part, so that nothing is promised twice. A NIC that is farther from
-each of its GPUs than another NIC serves nobody unless it is asked for (see `topoplan.clusters.nic_choice`). The plugs of
-the NICs are left out, since the network links stand for them; the other PCIe links stay for plans inside the server.
+each of its GPUs than another NIC serves nobody unless it is asked for (see `topoplan.clusters.nic_choice`). The plugs
+of the NICs are left out, since the network links stand for them; the other PCIe links stay for plans inside the server.
 Running such a plan and network traffic at the same time is not modelled.
 
 A NIC of several GPUs becomes two devices, ``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device
