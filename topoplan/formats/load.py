@@ -193,12 +193,21 @@ def _read_machine(
                 "dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
             )
         if is_rocm_smi(text):
-            topology = parse_rocm_smi(text, untold=merged, **rates)
+            topology = parse_rocm_smi(text, untold=merged, known=_amd_machines, **rates)
         else:
             topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     return replace(topology, name=name) if name else topology
+
+
+def _amd_machines() -> list[Topology]:
+    """Machines of the library with GPUs of AMD."""
+    return [
+        load(name)
+        for name in library()
+        if '"model": "MI' in (library_path() / f"{name}.json").read_text(encoding="utf-8")
+    ]
 
 
 def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetwork | None:

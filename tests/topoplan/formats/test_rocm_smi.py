@@ -98,14 +98,40 @@ def test_bandwidths_tell_the_links_of_an_mi250x() -> None:
     assert fabric(topoplan.load(text)) == fabric(topoplan.load("mi250x"))
 
 
+def weights(gpus: int, joined: Callable[[int, int], object]) -> str:
+    """A listing of weights and link types alone."""
+    return showtopo(gpus, weight=lambda i, j: 15 if joined(i, j) else 30, type=lambda i, j: "XGMI")
+
+
 def test_weights_tell_neighbours() -> None:
     """15 is one link, 30 are two on the way; how many join a pair is assumed, and said."""
-    text = showtopo(8, weight=lambda i, j: 15 if X250(i, j) else 30, type=lambda i, j: "XGMI")
-    machine = topoplan.load(text)
-    assert set(fabric(machine)) == set(fabric(topoplan.load("mi250x")))
+    ring = weights(8, lambda i, j: (i - j) % 8 in (1, 7))
+    machine = topoplan.load(ring)
+    assert set(fabric(machine)) == {(f"gpu{i}", f"gpu{(i + k) % 8}") for i in range(8) for k in (1, 7)}
     assert set(fabric(machine).values()) == {(50.0, 1)}
     assert any("one assumed" in note for note in machine.notes)
-    assert set(fabric(topoplan.load(text, nvlink_gbps=64)).values()) == {(64.0, 1)}
+    assert set(fabric(topoplan.load(ring, nvlink_gbps=64)).values()) == {(64.0, 1)}
+
+
+def test_neighbours_of_a_known_machine_alone_have_its_links() -> None:
+    """The MI250X of Frontier and the MI250 of 16 dies, with 1, 2 and 4 links; a mesh of eight belongs to several."""
+    for name, gpus in (("mi250x", 8), ("mi250", 16)):
+        ties = fabric(topoplan.load(name))
+        text = weights(gpus, lambda i, j, ties=ties: (f"gpu{i}", f"gpu{j}") in ties)  # type: ignore[misc]
+        machine = topoplan.load(text)
+        assert fabric(machine) == ties
+        assert any(f"neighbours are those of {name}, whose links are taken" in note for note in machine.notes)
+        assert diagnose(machine).resembles == name
+        slower = fabric(topoplan.load(text, nvlink_gbps=40))
+        assert slower == {pair: (40.0 * count, count) for pair, (_, count) in ties.items()}
+    mesh = topoplan.load(weights(8, lambda i, j: True))
+    assert set(fabric(mesh).values()) == {(50.0, 1)}
+
+
+def test_neighbours_that_are_numbered_otherwise_are_known_only_if_the_links_follow() -> None:
+    """Of 16 renumberings of the MI250X some move the pairs of 4 links: one link each is assumed, and said."""
+    turned = weights(8, lambda i, j: X250((i + 3) % 8, (j + 3) % 8))
+    assert set(fabric(topoplan.load(turned)).values()) == {(50.0, 1)}
 
 
 @pytest.mark.parametrize("weight", [0, 7])
