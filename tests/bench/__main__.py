@@ -29,6 +29,7 @@ from tests.bench import (
     loopback,
     low_rank,
     modes,
+    mutations,
     nccl_graphs,
     paced,
     pairs,
@@ -48,7 +49,12 @@ from tests.bench import (
 )
 from topoplan.errors import UsageError
 
-WITH_OPTIONS = {"executors": executors.main, "hook": hook.main, "recovery": recovery.main}
+WITH_OPTIONS = {
+    "executors": executors.main,
+    "hook": hook.main,
+    "mutations": mutations.main,
+    "recovery": recovery.main,
+}
 
 
 def main() -> int:
@@ -81,6 +87,7 @@ def main() -> int:
         "loopback": loopback.main,
         "low_rank": low_rank.main,
         "modes": modes.main,
+        "mutations": mutations.main,
         "nccl_graphs": nccl_graphs.main,
         "paced": paced.main,
         "pairs": pairs.main,
