@@ -326,7 +326,7 @@ def _readings(name: str, tokens: Sequence[str], table: _Table) -> list[list[str]
                 other = [*row[:-1], cells[-1][:3], cells[-1][3:] + rest, *following]
             row += [rest, *following]
             break
-    return [_checked(name, reading, table.head) for reading in (row, other) if reading]
+    return [_checked(name, reading, table.head) for reading in ([row, other] if other else [row])]
 
 
 def _cells_in(token: str) -> tuple[list[str], str]:
