@@ -136,6 +136,7 @@ def link_json(**changes: object) -> str:
         (machine_json(devices=[{"name": "a", "kind": "gpu"}] * 2), "'a' is used twice"),
         (machine_json(devices=[{"name": "a", "kind": "tpu"}]), "'tpu'"),
         (machine_json(devices=[{"name": "a"}]), "'kind'"),
+        (machine_json(devices=[{"name": "a", "kind": "gpu", "facts": {"sm": "9" * 5000}}]), "fact 'sm' is"),
         (machine_json(devices=[{"nam": "a", "kind": "gpu"}]), "'nam'"),
         (link_json(bandwidth=-1), "-1"),
         (link_json(bandwidth=0), "0"),

@@ -19,6 +19,7 @@ Sources: rocm_smi_lib issue 108, rocm-systems issues 5763 and 7372, hwloc issue 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -48,14 +49,14 @@ _TITLES = {
 _TITLE = re.compile("|".join(f"(?P<{key}>{pattern})" for key, pattern in _TITLES.items()))
 _OTHER_TITLE = re.compile(r"[A-Z][A-Z -]* TABLE:|Legend:|=+ .* =+|=+")
 _GPU = re.compile(r"GPU\d+|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
-_NODE = re.compile(r"GPU\[(\d+)\]\s*:\s*\(Topology\) Numa Node:\s*(-?\d+)")
+_NODE = re.compile(r"GPU\[(\d{1,6})\]\s*:\s*\(Topology\) Numa Node:\s*(-?\d{1,9})\b")
 
 _CELLS = {
     "access": re.compile(r"ENABLED|DISABLED|N/A|True|False", re.IGNORECASE),
-    "weight": re.compile(r"\d+|N/A"),
-    "hops": re.compile(r"\d+|N/A"),
+    "weight": re.compile(r"\d{1,9}|N/A"),
+    "hops": re.compile(r"\d{1,9}|N/A"),
     "type": re.compile(r"0|SELF|XGMI|PCIE|N/A|UNKNOWN", re.IGNORECASE),
-    "bandwidth": re.compile(r"\d+-\d+|\d+|N/A"),
+    "bandwidth": re.compile(r"\d{1,12}-\d{1,12}|\d{1,12}|N/A"),
 }
 
 XGMI_WEIGHT, PCIE_NEAR = 15, 40
@@ -127,7 +128,7 @@ def read_tables(text: str) -> Tables:
     columns: tuple[str, ...] = ()
     cells: dict[str, dict[tuple[str, str], str]] = {}
     heads: dict[str, tuple[str, ...]] = {}
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, set[str]] = {}
     numa: dict[str, int] = {}
     for line in text.splitlines():
         title = _TITLE.search(line)
@@ -145,13 +146,18 @@ def read_tables(text: str) -> Tables:
         if not columns:
             if all(_GPU.fullmatch(word) for word in words):
                 columns = heads[table] = tuple(words)
-                cells[table], rows[table] = {}, []
+                name, times = Counter(columns).most_common(1)[0]
+                if times > 1:
+                    raise TopologyError(
+                        f"{_named(table)}: column {name[:40]} is there twice; give one listing"
+                    )
+                cells[table], rows[table] = {}, set()
             continue
         name, *values = words
-        if name not in columns:
+        if name not in heads[table]:
             raise TopologyError(f"{_named(table)}: row {name[:40]!r} has no column; give the whole listing")
         _read_row(table, name, values, columns, cells[table])
-        rows[table].append(name)
+        rows[table].add(name)
     if "type" not in heads:
         raise TopologyError(
             "there is no table of link types; give the whole output of rocm-smi --showtopo or amd-smi topology"
@@ -167,7 +173,7 @@ def read_tables(text: str) -> Tables:
             )
             raise TopologyError(f"{_named(key)}: {what}; give the whole listing")
         _check_symmetric(key, cells[key])
-    unknown = sorted(set(numa) - set(gpus)) if any(gpu.startswith("GPU") for gpu in gpus) else []
+    unknown = sorted(set(numa) - set(gpus))
     if unknown:
         raise TopologyError(f"Numa Nodes speak of {unknown[0]}, which no table has; give one listing")
     return Tables(gpus, cells, numa)

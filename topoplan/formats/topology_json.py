@@ -198,6 +198,10 @@ def _device(item: object, where: str) -> Device:
     for key, fact in known.items():
         if not TEXT.holds(key) or not TEXT.holds(fact):
             raise TopologyError(f"{where}: fact {str(key)[:60]!r} is {shown(fact)}; facts must be texts")
+        if key == "sm" and not re.fullmatch("[0-9]{1,4}", cast("str", fact)):
+            raise TopologyError(
+                f"{where}: fact 'sm' is {shown(fact)}; it must be a compute capability without the dot, such as 90"
+            )
     facts = tuple(sorted(cast("dict[str, str]", known).items()))
     return Device(**stated | {"facts": facts})  # type: ignore[arg-type]
 

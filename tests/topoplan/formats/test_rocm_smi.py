@@ -204,6 +204,8 @@ WHOLE = showtopo(3, numa=[0, 0, 1], weight=lambda i, j: 15, hops=lambda i, j: 1,
         ("GPU1 15 0 15\n", "GPU1 15 0 many\n", "column GPU2: 'many' does not belong there"),
         ("Link Type between two GPUs", "Nothing", "there is no table of link types"),
         ("Hops between two GPUs", "Weight between two GPUs", "the table of weights is there twice"),
+        ("GPU1 15 0 15\n", f"GPU1 15 0 {'9' * 5000}\n", "column GPU2: '9{40}"),
+        ("GPU[1]", "GPU[7]", "Numa Nodes speak of GPU7, which no table has"),
     ],
 )
 def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str) -> None:
@@ -211,6 +213,16 @@ def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str)
     with pytest.raises(TopologyError, match=says) as error:
         topoplan.load(WHOLE.replace(old, new, 1))
     assert "\n" not in str(error.value)
+
+
+def test_tables_that_name_a_gpu_twice_and_numa_nodes_of_bus_ids_are_refused() -> None:
+    """As KeyErrors before: two columns of one name; NUMA nodes of GPU0 where tables name bus ids."""
+    tables = amd_smi(["0000:03:00.0", "0000:0c:00.0"], type=lambda i, j: "XGMI", weight=lambda i, j: 15)
+    nodes = "Numa Nodes\nGPU[0] : (Topology) Numa Node: 0\n"
+    with pytest.raises(TopologyError, match="Numa Nodes speak of GPU0, which no table has"):
+        topoplan.load(tables + nodes)
+    with pytest.raises(TopologyError, match="column 0000:03:00.0 is there twice"):
+        topoplan.load(tables.replace("0000:0c:00.0", "0000:03:00.0"))
 
 
 @given(st.data())

@@ -22,7 +22,7 @@ from topoplan.formats.nvidia_smi.pcie_tree import CODES
 from topoplan.hosts.notes import listed
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\[(?:\d{1,2}(?:;\d{1,2})*)?m")
-_GPU = re.compile(r"GPU\d+")
+_GPU = re.compile(r"GPU\d{1,6}")
 _RUN_TOGETHER = re.compile(r"GPU\d+|(?:(?!GPU\d)\S)+")
 _EDGE = re.compile(r"(?<=\d)(?=[A-Za-z])")
 _STEM = re.compile(r"([A-Za-z]\w*[A-Za-z_])\d+")
