@@ -221,7 +221,7 @@ def test_tables_that_name_a_gpu_twice_and_numa_nodes_of_bus_ids_are_refused() ->
     nodes = "Numa Nodes\nGPU[0] : (Topology) Numa Node: 0\n"
     with pytest.raises(TopologyError, match="Numa Nodes speak of GPU0, which no table has"):
         topoplan.load(tables + nodes)
-    with pytest.raises(TopologyError, match="column 0000:03:00.0 is there twice"):
+    with pytest.raises(TopologyError, match=r"column 0000:03:00\.0 is there twice"):
         topoplan.load(tables.replace("0000:0c:00.0", "0000:03:00.0"))
 
 
