@@ -193,7 +193,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text)
     if match is None:
         raise UsageError(
-            f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"
+            f"size {text[:40]!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"
         )
     if len(match[1]) > 20:
         raise UsageError(f"size {text[:40]!r} has too many digits; choose smaller ones, for example 64MB")
@@ -218,10 +218,14 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
         if match is None:
-            raise UsageError(f"{text!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
+            raise UsageError(f"{text[:60]!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UsageError(f"the range {part.strip()} runs backwards; write {last}-{first}")
+        if len(numbers) + last - first >= MOST_GPUS_LISTED:
+            raise UsageError(
+                f"{text[:60]!r} names more than {MOST_GPUS_LISTED:,} GPUs; name each once, in ranges that are there"
+            )
         numbers.extend(range(first, last + 1))
     return tuple(numbers)
 
@@ -236,6 +240,9 @@ def counted(number: int, noun: str) -> str:
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
+
+MOST_GPUS_LISTED, MOST_SIZES = 1 << 20, 1024
+"""Most numbers of a list of GPUs, and most sizes of a list: more is a slip of the keyboard."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
@@ -303,11 +310,16 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     (1024, 2048, 4096, 8192)
     """
     if ":" not in text:
-        return tuple(parse_size(part) for part in text.split(","))
+        parts = text.split(",", MOST_SIZES)
+        if len(parts) > MOST_SIZES:
+            raise UsageError(
+                f"more than {MOST_SIZES:,} sizes are listed; list fewer, or a range such as 1KB:1GB"
+            )
+        return tuple(map(parse_size, parts))
     first, _, last = text.partition(":")
     low, high = parse_size(first), parse_size(last)
     if low <= 0 or high < low:
-        raise UsageError(f"size range {text!r} is empty: write it as SMALL:LARGE, for example 1KB:1GB")
+        raise UsageError(f"size range {text[:60]!r} is empty: write it as SMALL:LARGE, for example 1KB:1GB")
     return tuple(low << i for i in range(int(math.log2(high / low) + TOLERANCE) + 1))
 
 

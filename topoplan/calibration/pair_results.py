@@ -3,26 +3,32 @@
 CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
 lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
 with ``"one_way": true``, and as `topoplan calibrate` prints it, data ran from ``src`` to ``dst`` alone. Ends are GPUs
-by name, or servers that have one end. ``failed`` in place of a number counts as 0. A fourth value, ``together`` in
-JSON, is the round in which the test filled wide links with others.
+by name, or servers: of one end, or of several NICs, which the test then used all at once. ``failed`` in place of a
+number counts as 0. A fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
+
+Servers may go by the names of their hosts (`unknown_hosts`, `rename_servers`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from topoplan.calibration.pair_tests import PairTest, PairTests
+from topoplan.calibration.pair_tests import PairTest, PairTests, node_test
 from topoplan.calibration.slow_links import Measured
 from topoplan.errors import UsageError
-from topoplan.topology import shown
+from topoplan.topology import Topology, shown
 
 HEADS = {"a,b,gb/s": False, "src,dst,gb/s": True}
 """The heads of a CSV, and whether its tests are one way."""
 
 FAILED = "failed"
+
+_ON_HOST = re.compile(r".+\.gpu[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,58 @@ def _line(where: str, src: str, dst: str, rate: object, together: str = "") -> L
     return Line(where, src, dst, number, together)
 
 
+def unknown_hosts(results: Results, topology: Topology) -> tuple[str, ...]:
+    """Return the hosts that results name, each once; none where they name a GPU or a server of the machine.
+
+    ``node07.gpu3`` and ``node07`` name the host node07.
+    """
+    known = {*topology.gpus, *topology.servers}
+    names = dict.fromkeys(name for line in results.lines for name in (line.src, line.dst))
+    if known & names.keys():
+        return ()
+    return tuple(
+        dict.fromkeys(name.rpartition(".")[0] if _ON_HOST.fullmatch(name) else name for name in names)
+    )
+
+
+def rename_servers(topology: Topology, hosts: Mapping[str, str]) -> Topology:
+    """Return a cluster some of whose servers go by the names of their hosts, and their devices with them.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
+    >>> rename_servers(pair, {"s1": "node02"}).gpus[3:5]
+    ('s0.gpu3', 'node02.gpu0')
+    """
+    names = {
+        device.name: hosts[device.server] + device.name.removeprefix(device.server)
+        for device in topology.devices
+        if device.server in hosts and device.name.startswith(f"{device.server}.")
+    }
+    return replace(
+        topology,
+        devices=tuple(
+            replace(
+                device,
+                name=names.get(device.name, device.name),
+                server=hosts.get(device.server, device.server),
+            )
+            for device in topology.devices
+        ),
+        links=tuple(
+            replace(link, src=names.get(link.src, link.src), dst=names.get(link.dst, link.dst))
+            for link in topology.links
+        ),
+    )
+
+
+def of_nodes(results: Results, possible: PairTests) -> bool:
+    """Whether a result is of two servers with several ends each, all used at once."""
+    many = _of_several(possible)
+    return any(line.src in many and line.dst in many for line in results.lines)
+
+
 def match_results(
     results: Results,
     possible: PairTests,
@@ -158,9 +216,21 @@ def match_results(
     """
     tests = possible.named(fill)
     wanted = None if asked is None else {test.name for test in asked}
-    ends = _ends(possible)
+    ends, many = _ends(possible), _of_several(possible)
     found = []
+    nodes: dict[tuple[str, str], PairTest | None] = {}
     for line in results.lines:
+        if line.src in many and line.dst in many and line.src != line.dst:
+            key = (line.src, line.dst) if results.one_way or line.src < line.dst else (line.dst, line.src)
+            if key not in nodes:
+                nodes[key] = node_test(possible, *key)
+            node = nodes[key]
+            if node is None:
+                raise UsageError(
+                    f"{line.where} of the results: {line.src} and {line.dst} do not reach each other"
+                )
+            found.append(Measured(node, line.rate))
+            continue
         src, dst = (_end(line, name, ends, possible) for name in (line.src, line.dst))
         test = tests.get((src, dst, line.together))
         if test is None and line.together and (src, dst, "") in tests:
@@ -191,13 +261,19 @@ def _ends(possible: PairTests) -> dict[str, str]:
     return {server: names[0] for server, names in servers.items() if server and len(names) == 1} | own
 
 
+def _of_several(possible: PairTests) -> frozenset[str]:
+    """Servers that have several ends, where there are several servers."""
+    servers = Counter(possible.topology.device(name).server for name in possible.ends)
+    return frozenset(server for server, count in servers.items() if count > 1 and len(servers) > 1)
+
+
 def _end(line: Line, name: str, ends: Mapping[str, str], possible: PairTests) -> str:
     if name not in ends:
         several = name in possible.topology.servers
         raise UsageError(
             f"{line.where} of the results: "
             + (
-                f"server {name} has several GPUs; name the one that was tested"
+                f"server {name} has several GPUs; name the one that was tested, or both servers for all their NICs"
                 if several
                 else f"{shown(name)} is no GPU of {possible.topology.name}, such as {possible.ends[0]}"
             )

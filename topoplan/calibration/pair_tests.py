@@ -164,6 +164,45 @@ def possible_tests(
     )
 
 
+def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
+    """Return the test of two servers with all their ends at once, the first of one with the first of the other.
+
+    Its rate is what the links let through together, each way. None where no two of the ends reach each other.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = possible_tests(topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=200, nics=4))
+    >>> made = node_test(pair, "s0", "s1")
+    >>> made.name, made.rate, len(made.links)
+    ('s0-s1', 100.0, 32)
+    """
+    topology, routes = possible.topology, Routes(possible.topology)
+    of_server = {
+        server: [end for end in possible.ends if topology.device(end).server == server]
+        for server in (src, dst)
+    }
+    loads: tuple[dict[Key, float], dict[Key, float]] = ({}, {})
+    rate = 0.0
+    channel = ""
+    for a, b in zip(of_server[src], of_server[dst], strict=False):
+        out, back = routes.between_servers(a, b), routes.between_servers(b, a)
+        if out is None or back is None:
+            continue
+        one = _test(a, b, out, None if possible.one_way else back)
+        rate += one.rate
+        channel = channel or one.channel
+        for total, part in zip(loads, (one.out, one.back), strict=True):
+            for key, load in part.items():
+                total[key] = total.get(key, 0.0) + load
+    if not rate:
+        return None
+    width = {link_key(link): link.bandwidth for link in topology.links}
+    share = min(1.0, *(width[key] / load for total in loads for key, load in total.items()))
+    out_loads, back_loads = ({key: load * share for key, load in total.items()} for total in loads)
+    return PairTest(src, dst, channel, rate * share, out_loads, back_loads)
+
+
 def _couples(count: int) -> Iterable[tuple[int, int]]:
     """Places of two ends: all of them, or of many ends those that are near each other."""
     near = count if count * (count - 1) // 2 <= MOST_TESTS else max(1, MOST_TESTS // count)

@@ -32,6 +32,10 @@ CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
 _count = whole(1, 10**15 - 1, "whole number of 1 or more")
 
 
+def _nic_choice(text: str) -> int | str:
+    return _count(text) if text.isdigit() else text
+
+
 def add_cluster(parser: OneLineParser) -> None:
     """Servers, NICs and network."""
     group = parser.add_argument_group("a cluster", "so many servers of TOPO, joined by a network")
@@ -55,9 +59,10 @@ def add_cluster(parser: OneLineParser) -> None:
     )
     group.add_argument(
         "--nics",
-        type=_count,
-        metavar="K",
-        help="NICs of each server (default: those that the machine lists)",
+        type=_nic_choice,
+        metavar="NAME,…|^NAME|K",
+        help="NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others; =mlx5_1 exactly), "
+        "or how many (default: those that NCCL takes, the nearest of each GPU)",
     )
     group.add_argument("--network", metavar="KIND", help=f"{', '.join(NETWORKS)} (default: {NETWORKS[0]})")
     group.add_argument(

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from topoplan.calibration.links import TOLERANCE, Key
-from topoplan.calibration.pair_results import match_results, parse_results
+from topoplan.calibration.pair_results import (
+    Results,
+    match_results,
+    of_nodes,
+    parse_results,
+    rename_servers,
+    unknown_hosts,
+)
 from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
 from topoplan.calibration.pair_tests import FILLED, PairTest, PairTests, possible_tests, wire_names
 from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
@@ -18,15 +26,17 @@ from topoplan.cli.output import check_target, print_csv, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import TopologyError, UsageError
-from topoplan.export.nccl.pair_script import STARTERS, hosts_of_servers, pair_script
+from topoplan.export.nccl.pair_script import HOST, STARTERS, hosts_of_servers, pair_script
 from topoplan.formats.load import read_text
+from topoplan.formats.slurm.hostlist import by_number
 from topoplan.topology import Topology
 from topoplan.units import counted
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
-MOST_SHOWN, WELL_BELOW = 8, 0.7
-"""Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least."""
+MOST_SHOWN, WELL_BELOW, WELL_ABOVE = 8, 0.7, 1.05
+"""Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least and at
+most."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -63,8 +73,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--hosts",
         metavar="LIST|F",
-        help="host names of the servers for the scripts, node[01-08,12] or a file with a host on each line (default: "
-        "s0, s1, …)",
+        help="host names of the servers for the scripts and in the results, node[01-08,12] or a file with a host on "
+        "each line (default: s0, s1, …; in results their hosts in the order of their names)",
     )
     parser.add_argument(
         "--size",
@@ -106,8 +116,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--results and --format {form} do not go together; leave one out")
     if options.output is not None and form not in STARTERS:
         raise UsageError("-o writes a script; add --format mpirun or --format ssh")
-    if options.hosts is not None and form not in STARTERS:
-        raise UsageError("--hosts is for scripts; add --format mpirun or --format ssh, or leave it out")
+    if options.hosts is not None and form not in STARTERS and options.results is None:
+        raise UsageError(
+            "--hosts is for scripts and results; add --format mpirun, --format ssh or --results, or leave it out"
+        )
     if not options.size:
         raise UsageError("a test of 0 bytes measures nothing; give --size a buffer, such as 256MB")
     if options.results == "-" and options.topo == "-":
@@ -115,18 +127,20 @@ def run(options: argparse.Namespace) -> int:
     check_target(options.output, "-o")
     machine = read_machine(options)
     topology, gpus = machine.whole, machine.allocation(options.gpus)
-    results = None
+    results, told = None, ()
     if options.results is not None:
         text = _text(options.results)
         try:
             results = parse_results(text)
         except UsageError as error:
             raise UsageError(f"{options.results}: {error}") from None
+        topology, told = _with_hosts(topology, results, options.hosts)
     one_way = options.one_way if results is None else results.one_way
     with progress_line("planning"):
         possible = possible_tests(topology, gpus, every_gpu=options.every_gpu, one_way=one_way)
         rounds = None
-        if results is None or not (results.calibrated or options.any_pair):
+        nodes = results is not None and of_nodes(results, possible)
+        if results is None or not (results.calibrated or options.any_pair or nodes):
             rounds = plan_rounds(possible, times=options.times, fill=options.fill)
     if results is None:
         assert rounds is not None, "planned above"
@@ -143,11 +157,39 @@ def run(options: argparse.Namespace) -> int:
     missing = (
         () if asked is None else sorted({test.name for test in asked} - {one.test.name for one in measured})
     )
+    if nodes:
+        several = max(Counter(topology.device(end).server for end in possible.ends).values())
+        told += (f"a result that names two servers is of up to {several} NICs of each, all at once",)
     if form == "json":
-        print_json(verdict_to_object(topology, found, len(measured), missing))
+        print_json({**verdict_to_object(topology, found, len(measured), missing), "notes": list(told)})
     else:
         _print_verdict(topology, found, len(measured), missing)
+        print_notes(*told)
     return 1 if found.slow else 0
+
+
+def _with_hosts(topology: Topology, results: Results, listed: str | None) -> tuple[Topology, tuple[str, ...]]:
+    """The machine with its servers under the names of their hosts, of a list or of the results, and notes.
+
+    Raises
+    ------
+    UsageError
+        More hosts than servers, or a list of another number.
+    """
+    servers = tuple(topology.servers)
+    if listed is not None:
+        return rename_servers(topology, hosts_of_servers(host_names(listed), servers)), ()
+    hosts = unknown_hosts(results, topology)
+    if not hosts or not all(map(HOST.fullmatch, hosts)):
+        return topology, ()
+    if len(hosts) > len(servers):
+        raise UsageError(
+            f"the results name {counted(len(hosts), 'host')}, such as {hosts[0][:60]}, and {topology.name} has "
+            f"{counted(len(servers), 'server')}; give --servers {len(hosts)}, or name GPUs such as {topology.gpus[0]}"
+        )
+    named = sorted(hosts, key=by_number)
+    note = f"hosts are taken for servers in the order of their names, {named[0]} first; --hosts lists them in another"
+    return rename_servers(topology, hosts_of_servers(named, servers[: len(named)])), (note,)
 
 
 def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: Rounds) -> int:
@@ -350,6 +392,12 @@ def _print_verdict(topology: Topology, found: Verdict, results: int, missing: Se
         )
     if not found.slow:
         print("no pair is slow")
+    above = [kind for kind, share in found.healthy.items() if share > WELL_ABOVE]
+    if above:
+        print(
+            f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-gbps which NICs the "
+            "tests used together"
+        )
     below = [kind for kind, share in found.healthy.items() if share < WELL_BELOW]
     if below:
         print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from dataclasses import replace
@@ -16,6 +15,7 @@ from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overla
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import library, load, load_text, read_text
 from topoplan.formats.slurm.hostlist import expand
+from topoplan.formats.topology_json import decode_json
 from topoplan.in_network import with_in_network
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
@@ -193,19 +193,23 @@ def read_demand(path: str) -> list[list[float]]:
         The file cannot be read, or holds no such object.
     """
     text = read_plan_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_where(path)} is no JSON: {error}") from None
+    value = _decoded(text, path)
     rows = value.get("bytes") if isinstance(value, dict) else None
     numbers = isinstance(rows, list) and all(
         isinstance(row, list) and all(isinstance(amount, int | float) for amount in row) for row in rows
     )
-    if not numbers or set(value) != {"bytes"}:
+    if not numbers or not isinstance(value, dict) or set(value) != {"bytes"}:
         raise UsageError(
             f'{_where(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
         )
     return cast("list[list[float]]", rows)
+
+
+def _decoded(text: str, path: str) -> object:
+    try:
+        return decode_json(text, _where(path))
+    except TopologyError as error:
+        raise UsageError(str(error)) from None
 
 
 TREES_FORMAT = "topoplan.trees/1"
@@ -220,10 +224,7 @@ def read_trees(path: str) -> list[object]:
         The file cannot be read, or holds no such list; what the trees are is for `topoplan.plan_from_trees` to say.
     """
     text = read_plan_text(path, "give a file of trees, as docs/file-formats.md has it")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_where(path)} is no JSON: {error}") from None
+    value = _decoded(text, path)
     if isinstance(value, dict):
         unknown = [key for key in value if key not in ("format", "trees")]
         if unknown:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, SwitchTree, join_servers
-from topoplan.clusters.nic_wiring import Port, WiredServer, wire_server
+from topoplan.clusters.nic_choice import nic_machine
+from topoplan.clusters.nic_wiring import Port, WiredServer, machine_nics, wire_server
 from topoplan.clusters.server import MOST_NICS, Server, check_count, check_flow, nic_rate, stated_gigabits
 from topoplan.clusters.transport import Transport, transport_of
 from topoplan.errors import UsageError
@@ -23,7 +25,7 @@ def cluster(
     servers: Sequence[Server],
     *,
     nic_gbps: float | None = None,
-    nics: int | None = None,
+    nics: int | str | None = None,
     network: str | SwitchTree = "switch",
     rails: int | None = None,
     oversubscription: float | None = None,
@@ -46,9 +48,11 @@ def cluster(
         At least one; each may stand for several that are alike, and may say its own ``nics`` and ``nic_gbps``.
     nic_gbps : float or None
         Gb/s of each NIC in each direction, as NICs are sold; None for what the machine's own NICs state, all alike.
-    nics : int or None
-        NICs of each server: the first so many of the machine, those near its allocation first; where it has fewer, NICs
-        without a place on PCIe are added. None takes the machine's NICs, or one where it has none.
+    nics : int, str or None
+        NICs of each server. A number takes the first so many of the machine, those near its allocation first; where it
+        has fewer, NICs without a place on PCIe are added. A text takes them by name as ``NCCL_IB_HCA`` does:
+        ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.clusters.nic_choice`). None takes those of
+        the machine's NICs that NCCL would, the nearest of each GPU, or one where it has none.
     network : str or SwitchTree
         ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.clusters.network`), or a tree of named switches.
     rails, oversubscription, leaf_size : number or None
@@ -98,12 +102,14 @@ def cluster(
     ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
     """
     joined = _network(network, rails, oversubscription, leaf_size)
-    check_count("nics", nics, most=MOST_NICS)
+    if not isinstance(nics, str):
+        check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
     check_flow(flow_gbps)
     carrier = transport_of(transport, memory_gbps)
     if not servers:
         raise UsageError("a cluster needs at least one server")
+    servers = _with_named_nics(servers, nics)
     wired: dict[Server, WiredServer] = {}
     for server in dict.fromkeys(server.kind for server in servers):
         if server not in wired:
@@ -112,7 +118,7 @@ def cluster(
                 server.topology,
                 server.gpus,
                 served=server.served,
-                nics=server.nics or nics,
+                nics=cast("int | None", server.nics or nics),
                 access=nic_access,
             )
             rate = _rate(server, nic_gbps)
@@ -166,6 +172,21 @@ def _network(
     if rails is not None or leaf_size is not None:
         raise UsageError("rails and leaf_size do not go with a tree of named switches; leave them out")
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
+
+
+def _with_named_nics(servers: Sequence[Server], nics: int | str | None) -> list[Server]:
+    """Servers with the NICs that are chosen by name alone, all of which take part."""
+    made: dict[tuple[int, str], Topology] = {}
+    found = []
+    for server in servers:
+        choice = nics if server.nics is None else server.nics
+        if isinstance(choice, str):
+            key = (id(server.topology), choice)
+            if key not in made:
+                made[key] = nic_machine(server.topology, choice)
+            server = replace(server, machine=made[key], nics=len(machine_nics(made[key])))
+        found.append(server)
+    return found
 
 
 def _rate(server: Server, nic_gbps: float | None) -> float:

@@ -18,6 +18,9 @@ from topoplan.clusters.server import Server
 from topoplan.errors import TopologyError, UsageError
 from topoplan.topology import Topology, facts
 
+DEEPEST = 64
+"""Most switches on the way from a node to the top."""
+
 TOP = "top"
 """The switch above blocks, which a scheduler does not name."""
 
@@ -41,7 +44,8 @@ class NodeNetwork:
     Raises
     ------
     TopologyError
-        A name twice, a switch that is not there, switches in a circle, no nodes.
+        A name twice, a switch that is not there, switches in a circle or more than `DEEPEST` of them above a node, no
+        nodes.
     """
 
     name: str
@@ -65,7 +69,7 @@ class NodeNetwork:
                     f"{child} is below {word} {parent}, which nobody defines; add a line for it, or correct its name"
                 )
         for switch in above:
-            seen = {switch}
+            first, seen = switch, {switch}
             while above[switch]:
                 switch = above[switch]
                 if switch in seen:
@@ -73,6 +77,11 @@ class NodeNetwork:
                         f"switches {', '.join(sorted(seen))[:100]} are above one another in a circle; a tree has a top"
                     )
                 seen.add(switch)
+                if len(seen) > DEEPEST:
+                    raise TopologyError(
+                        f"more than {DEEPEST} switches are above switch {first[:60]}, or they form a circle; a tree "
+                        "has a top"
+                    )
         if not self.nodes:
             raise TopologyError("no node is named; list the nodes of the switches or blocks")
 
@@ -83,7 +92,7 @@ def cluster_of_nodes(
     *,
     nodes: Sequence[str] | None = None,
     nic_gbps: float | None = None,
-    nics: int | None = None,
+    nics: int | str | None = None,
     oversubscription: float | None = None,
     nic_access: str = "pcie",
     transport: str | None = None,

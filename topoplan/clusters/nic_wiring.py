@@ -1,12 +1,12 @@
 """How the NICs of one server are wired to its GPUs: which GPUs each serves, over which PCIe path, and how fast.
 
 A machine with NVLink: between its GPUs a plan uses NVLink only, yet what goes to the network crosses PCIe. So each
-NIC is joined by ``network`` links straight to the GPUs that it serves; other
-GPUs relay over NVLink. Such a link is as fast as the PCIe path between the two and the NIC allow, the NIC's wire as
-the NIC and its PCIe slot. A PCIe link on the way of several NICs counts for each with an even part, so that nothing
-is promised twice. A distant NIC that takes more from nearer ones so than it brings, such as one for storage on another
-CPU, serves nobody. The plugs of the NICs are left out, since the network links stand for them; the other PCIe links
-stay for plans inside the server. Running such a plan and network traffic at the same time is not modelled.
+NIC is joined by ``network`` links straight to the GPUs that it serves; other GPUs relay over NVLink. Such a link is as
+fast as the PCIe path between the two and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the
+way of several NICs counts for each with an even part, so that nothing is promised twice. A NIC that is farther from
+each of its GPUs than another NIC serves nobody unless it is asked for (see `topoplan.clusters.nic_choice`). The plugs
+of the NICs are left out, since the network links stand for them; the other PCIe links stay for plans inside the server.
+Running such a plan and network traffic at the same time is not modelled.
 
 A NIC of several GPUs becomes two devices, ``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device
 the GPUs could talk to each other, and its PCIe slot would count twice.
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 
+from topoplan.clusters.nic_choice import path_kind
 from topoplan.degraded import SIDES
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
@@ -110,12 +111,12 @@ def wire_server(
     part = machine.subset(gpus)
     there = set(part.gpus)
     tree_carries = access == "pcie" and not any(link.channel == "nvlink" for link in machine.links)
-    idle: frozenset[str] = frozenset()
+    idle: tuple[str, ...] = ()
     if access == "direct":
         everywhere = dict.fromkeys(machine.gpus, ())
         places = tuple(replace(place, paths=everywhere) for place in nic_places(machine, None, nics))
     else:
-        idle = frozenset() if tree_carries else _idle(machine, rate)
+        idle = far_nics(machine)
         places = nic_places(machine, gpus if served is None else served, nics, idle=idle)
     plugged = {place.name for place in places if tree_carries and any(place.paths.values())}
     speed = _shared_speeds(machine, places)
@@ -140,32 +141,29 @@ def wire_server(
     devices = _devices(part, sides)
     wanted = nics or len(machine_nics(machine)) or 1
     return WiredServer(
-        devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate, idle)
+        devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate, places, idle)
     )
 
 
-def _idle(machine: Topology, rate: float) -> frozenset[str]:
-    """NICs all of whose GPUs have a nearer one, if all NICs together carry no more with them than without them."""
-    places = nic_places(machine, None, None)
+def far_nics(machine: Topology) -> tuple[str, ...]:
+    """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> rows = ["     GPU0 GPU1 NIC0 NIC1", "GPU0 X NV2 PIX SYS", "GPU1 NV2 X PIX SYS", "NIC0 PIX PIX X SYS"]
+    >>> far_nics(topoplan.load("\\n".join(rows)))
+    ('nic1',)
+    """
     nearest: dict[str, int] = {}
-    for place in places:
-        for gpu, path in place.paths.items():
-            nearest[gpu] = min(len(path), nearest.get(gpu, len(path)))
-    near = [place for place in places if any(len(path) == nearest[gpu] for gpu, path in place.paths.items())]
-    if _carried(machine, near, rate) < _carried(machine, places, rate):
-        return frozenset()
-    return frozenset(place.name for place in places if place not in near)
-
-
-def _carried(machine: Topology, places: Sequence[NicPlace], rate: float) -> Fraction:
-    """GB/s that leave the server's GPUs through these NICs."""
-    speed = _shared_speeds(machine, places)
-    total = Fraction(0)
-    for place in places:
-        paths = [path[::-1] for path in place.paths.values()]
-        port = _slowest(rate, _common_start(list(place.paths.values()))[::-1], speed)
-        total += min(exact(port), sum((exact(_slowest(rate, path, speed)) for path in paths), Fraction(0)))
-    return total
+    kinds: dict[str, dict[str, int]] = {}
+    for nic, paths in _nearest(machine, machine_nics(machine), machine.gpus).items():
+        kinds[nic] = {gpu: path_kind(machine, path) for gpu, path in paths.items()}
+        for gpu, kind in kinds[nic].items():
+            nearest[gpu] = min(kind, nearest.get(gpu, kind))
+    return tuple(
+        nic for nic, near in kinds.items() if near and all(kind > nearest[gpu] for gpu, kind in near.items())
+    )
 
 
 def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:
@@ -214,12 +212,21 @@ def _common_start(paths: Sequence[Path]) -> Path:
 
 
 def _notes(
-    machine: Topology, nics: int | None, ports: Sequence[Port], rate: float, idle: Collection[str]
+    machine: Topology,
+    nics: int | None,
+    ports: Sequence[Port],
+    rate: float,
+    places: Sequence[NicPlace],
+    idle: Collection[str],
 ) -> tuple[str, ...]:
     notes = []
-    if idle:
-        names = ", ".join(nic for nic in machine_nics(machine) if nic in idle)
-        notes.append(f"left out, since nearer NICs fill the PCIe links of the GPUs: {names}")
+    out = [nic for nic in idle if nic not in {place.name for place in places}]
+    if out:
+        names = ", ".join(_with_adapter(machine, nic) for nic in out)
+        notes.append(
+            f"left out, since every GPU has a nearer NIC and NCCL takes that: {names}; --nics chooses NICs by name or "
+            "number"
+        )
     if nics is None and not machine_nics(machine):
         notes.append(
             f"{machine.name} lists no NIC: one is assumed, within reach of all GPUs; set the number of NICs (--nics)"
@@ -277,7 +284,7 @@ def nic_places(
         place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one where
         it has none.
     idle : collection of str
-        NICs of the machine that serve nobody.
+        NICs of the machine that serve nobody, unless ``nics`` asks for more than the others.
 
     Examples
     --------
@@ -295,6 +302,7 @@ def nic_places(
     # A stable sort: first those near the allocation, or without a place and so as near as any.
     useful = [nic for nic in own if nic not in idle]
     order = sorted(useful, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
+    order += [nic for nic in own if nic in idle] if nics else []
     kept = [NicPlace(number, nic) for number, nic in enumerate(own) if nic in order[:wanted]]
     names = [name for number in range(wanted + len(own)) if (name := f"nic{number}") not in set(own)]
     added = [NicPlace(len(own) + i, names[i]) for i in range(wanted - len(own))]
@@ -309,6 +317,11 @@ def nic_places(
     bare = [gpu for gpu in every if gpu in chosen and not any(gpu in place.paths for place in serving)]
     found = serving + _spread(loose, bare or [gpu for gpu in every if gpu in chosen])
     return tuple(sorted(found, key=lambda place: place.number))
+
+
+def _with_adapter(machine: Topology, nic: str) -> str:
+    adapter = machine.device(nic).fact("adapter")
+    return f"{nic} ({adapter})" if adapter and adapter != nic else nic
 
 
 def machine_nics(machine: Topology) -> tuple[str, ...]:

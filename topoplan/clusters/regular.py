@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import product
-from math import prod
 
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
@@ -22,7 +21,8 @@ from topoplan.topology import Device, Link, Topology
 PORT = 12.5
 """GB/s of a port where none is given: 100 Gb/s."""
 
-MOST_HOSTS = 4096
+MOST_HOSTS, LONGEST_NUMBER = 4096, 9
+"""Most hosts of a network, and digits of the longest number in its name: more is a slip of the keyboard."""
 
 _NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[0-9]+(\.[0-9]+)?))?")
 
@@ -45,7 +45,7 @@ def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
         raise UsageError(
             f"bcube:{ports},{levels} is none; give switches of 2 ports or more, and 1 level or more"
         )
-    hosts = _hosts(f"bcube:{ports},{levels}", [ports] * levels)
+    hosts = _hosts(f"bcube:{ports},{levels}", [ports] * min(levels, MOST_HOSTS))
     wires = []
     for level in range(levels):
         for number, digits in enumerate(hosts):
@@ -71,7 +71,7 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
     """
     name = "torus:" + ",".join(map(str, sides))
     if not sides or min(sides) < 2:
-        raise UsageError(f"{name} is none; give sides of 2 or more")
+        raise UsageError(f"{name[:60]} is none; give sides of 2 or more")
     hosts = _hosts(name, sides)
     place = {digits: number for number, digits in enumerate(hosts)}
     wires = []
@@ -112,8 +112,11 @@ def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
 
 
 def _hosts(name: str, sides: Sequence[int]) -> list[tuple[int, ...]]:
-    if prod(sides) > MOST_HOSTS:
-        raise UsageError(f"{name} has {prod(sides)} hosts; up to {MOST_HOSTS} are made")
+    count = 1
+    for side in sides:
+        count *= side
+        if count > MOST_HOSTS:
+            raise UsageError(f"{name[:60]} has more than {MOST_HOSTS} hosts; choose smaller numbers")
     return list(product(*map(range, sides)))
 
 
@@ -156,13 +159,18 @@ def fabric_named(name: str) -> Topology | None:
     found = _NAME.fullmatch(name)
     if found is None:
         return None
+    texts = [*found["numbers"].split(","), (found["port"] or "").split(".")[0]]
+    if max(map(len, texts)) > LONGEST_NUMBER:
+        raise UsageError(
+            f"{name[:60]} has a number of more than {LONGEST_NUMBER} digits; choose smaller numbers"
+        )
     numbers = [int(number) for number in found["numbers"].split(",")]
     wanted, make = _KINDS.get(found["kind"], (-1, torus))
     if wanted is not None and wanted != len(numbers):
         raise UsageError(
-            f"no network is written {name!r}; use {', '.join(FORMS)}, with @10 for ports of 10 GB/s"
+            f"no network is written {name[:60]!r}; use {', '.join(FORMS)}, with @10 for ports of 10 GB/s"
         )
     port = float(found["port"]) if found["port"] else PORT
     if not port:
-        raise UsageError(f"{name}: ports of 0 GB/s carry nothing; give more")
+        raise UsageError(f"{name[:60]}: ports of 0 GB/s carry nothing; give more")
     return make(*numbers, gbps=port)

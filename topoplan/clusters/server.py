@@ -24,8 +24,8 @@ class Server:
         One server, not a cluster.
     gpus : sequence of int or None
         GPU numbers of the allocation on this server; None takes all. Devices keep their names.
-    nics : int or None
-        NICs of this server; None takes the number that the cluster says.
+    nics : int, str or None
+        NICs of this server, as for `topoplan.cluster`; None takes what the cluster says.
     nic_gbps : float or None
         Gb/s of each NIC in each direction; None takes what the cluster says.
     count : int
@@ -51,7 +51,7 @@ class Server:
 
     machine: TopologyLike
     gpus: Sequence[int] | None = None
-    nics: int | None = None
+    nics: int | str | None = None
     nic_gbps: float | None = None
     count: int = 1
     served: Sequence[int] | None = None
@@ -66,7 +66,8 @@ class Server:
         for name in ("gpus", "served"):
             chosen = machine.select(getattr(self, name))
             object.__setattr__(self, name, None if getattr(self, name) is None else chosen)
-        check_count("nics", self.nics, most=MOST_NICS)
+        if not isinstance(self.nics, str):
+            check_count("nics", self.nics, most=MOST_NICS)
         check_count("count", self.count)
         if self.nic_gbps is not None:
             nic_rate(self.nic_gbps)

@@ -387,12 +387,12 @@ def _above(one: JudgedRow, found: Reachable, rate: float) -> tuple[str, str] | N
             why = fallen_assumption(found, rate)
         elif nics is not None:
             why = (
-                f"which takes {nics.one * rate / most:.4g} GB/s of each NIC, where the machine states {nics.one:.4g} "
+                f"it takes {nics.one * rate / most:.4g} GB/s of each NIC, where the machine states {nics.one:.4g} "
                 "(a NIC of 400 Gb/s measures up to 49 GB/s in a Gen5 slot), or a schedule that is not listed"
             )
         else:
-            why = "which takes more of the links than the machine states, or a schedule that is not listed"
-        return kind, f"{rate:.4g} GB/s is {100 * rate / most:.1f}% of {what}, {why}"
+            why = "it takes more of the links than the machine states, or a schedule that is not listed"
+        return kind, f"{rate:.4g} GB/s is {100 * rate / most:.1f}% of {what}: {why}"
     return None
 
 

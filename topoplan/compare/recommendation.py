@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import comb
+from math import comb, log10
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes, twin_groups
 from topoplan.compare.comparison import compare_class
@@ -105,8 +105,10 @@ class RankedSets:
         if count not in self._classes:
             number = comb(len(self.free), count)
             if number > MOST_SETS:
+                few = number < 10**15
+                sets = f"{number:,}" if few else f"more than 10^{int((number.bit_length() - 1) * log10(2))}"
                 raise UsageError(
-                    f"{number:,} sets of {count} GPUs among {len(self.free)} are too many: at most {MOST_SETS:,} are "
+                    f"{sets} sets of {count} GPUs among {len(self.free)} are too many: at most {MOST_SETS:,} are "
                     "looked at; name fewer GPUs to choose from (--free)"
                 )
             found = allocation_classes(self._part, sizes=[count], most_listed=MOST_SETS)

@@ -36,6 +36,11 @@ _GPUS = FieldType(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(WHOLE.holds, value))),
 )
 
+_NICS = FieldType(
+    "a whole number, or a text of names such as 'mlx5_0,mlx5_1'",
+    lambda value: isinstance(value, str) or WHOLE.holds(value),
+)
+
 _CLUSTER_KEYS = {"format": PRINTABLE, "name": PRINTABLE, "servers": LIST, "network": OBJECT}
 
 _SERVER_KEYS = {
@@ -43,7 +48,7 @@ _SERVER_KEYS = {
     "gpus": _GPUS,
     "count": WHOLE,
     "nodes": PRINTABLE,
-    "nics": WHOLE,
+    "nics": _NICS,
     "nic_gbps": NUMBER,
     "flow_gbps": NUMBER,
     "nvlink_gbps": NUMBER,
@@ -54,7 +59,7 @@ _NETWORK_KEYS = {
     "kind": PRINTABLE,
     "tree": PRINTABLE,
     "nic_gbps": NUMBER,
-    "nics": WHOLE,
+    "nics": _NICS,
     "rails": WHOLE,
     "oversubscription": NUMBER,
     "leaf_size": WHOLE,
@@ -75,7 +80,7 @@ LoadTree = Callable[[str], NodeNetwork]
 
 class _NetworkFields(TypedDict, total=False):
     nic_gbps: float
-    nics: int
+    nics: int | str
     rails: int
     oversubscription: float
     leaf_size: int
@@ -230,7 +235,7 @@ def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
     server = Server(
         machine,
         chosen,
-        cast("int | None", fields.get("nics")),
+        cast("int | str | None", fields.get("nics")),
         cast("float | None", fields.get("nic_gbps")),
         flow_gbps=cast("float | None", fields.get("flow_gbps")),
     )

@@ -195,13 +195,22 @@ def _read_machine(
                 "dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
             )
         if is_rocm_smi(text):
-            topology = parse_rocm_smi(text, untold=merged, **rates)
+            topology = parse_rocm_smi(text, untold=merged, known=_amd_machines, **rates)
         else:
             topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     topology = with_capable(topology)
     return replace(topology, name=name) if name else topology
+
+
+def _amd_machines() -> list[Topology]:
+    """Machines of the library with GPUs of AMD."""
+    return [
+        load(name)
+        for name in library()
+        if '"model": "MI' in (library_path() / f"{name}.json").read_text(encoding="utf-8")
+    ]
 
 
 def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetwork | None:
@@ -279,7 +288,7 @@ def _unknown(path: str) -> str:
     near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     return (
-        f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}, and networks "
+        f"no machine {path[:200]!r} in the library, and no such file; {hint}the library has {', '.join(names)}, and networks "
         f"by parameters are {', '.join(FORMS)}"
     )
 

@@ -8,8 +8,10 @@ the NUMA node of each GPU in rocm-smi. What they tell of Infinity Fabric (XGMI) 
 - the bandwidth, ``least-most`` in MB/s, is that of a direct link, and 0 or none where there is none; some drivers print
   N/A or ``0-0`` everywhere.
 
-Bandwidths tell how many links join two GPUs, weights only that some do. Where neither tells, the machine has to be
-named. PCIe weights are 40 within a socket and more across; 2 hops pass one CPU, 3 pass two.
+Bandwidths tell how many links join two GPUs, weights only that some do. The graph of neighbours then is looked up among
+known machines: if one of them alone has it, and the numbers of its links follow, they are taken (a mesh of all GPUs
+belongs to several products, and does not tell). Where neither bandwidths nor weights tell, the machine has to be named.
+PCIe weights are 40 within a socket and more across; 2 hops pass one CPU, 3 pass two.
 
 Sources: rocm_smi_lib issue 108, rocm-systems issues 5763 and 7372, hwloc issue 775.
 """
@@ -17,9 +19,10 @@ Sources: rocm_smi_lib issue 108, rocm-systems issues 5763 and 7372, hwloc issue 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 
 from topoplan.errors import TopologyError
 from topoplan.formats.nvidia_smi.pcie_tree import CODES, HostTree, infer_host_tree
@@ -29,6 +32,7 @@ from topoplan.hosts.link_rates import PCIE_X16, SOCKET, checked_rate
 from topoplan.hosts.notes import listed, warning
 from topoplan.hosts.staging import has_peer_access, without_peer_access
 from topoplan.topology import Device, Link, Topology, facts
+from topoplan.units import several
 
 _SERVER = "s0"
 
@@ -45,14 +49,14 @@ _TITLES = {
 _TITLE = re.compile("|".join(f"(?P<{key}>{pattern})" for key, pattern in _TITLES.items()))
 _OTHER_TITLE = re.compile(r"[A-Z][A-Z -]* TABLE:|Legend:|=+ .* =+|=+")
 _GPU = re.compile(r"GPU\d+|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
-_NODE = re.compile(r"GPU\[(\d+)\]\s*:\s*\(Topology\) Numa Node:\s*(-?\d+)")
+_NODE = re.compile(r"GPU\[(\d{1,6})\]\s*:\s*\(Topology\) Numa Node:\s*(-?\d{1,9})\b")
 
 _CELLS = {
     "access": re.compile(r"ENABLED|DISABLED|N/A|True|False", re.IGNORECASE),
-    "weight": re.compile(r"\d+|N/A"),
-    "hops": re.compile(r"\d+|N/A"),
+    "weight": re.compile(r"\d{1,9}|N/A"),
+    "hops": re.compile(r"\d{1,9}|N/A"),
     "type": re.compile(r"0|SELF|XGMI|PCIE|N/A|UNKNOWN", re.IGNORECASE),
-    "bandwidth": re.compile(r"\d+-\d+|\d+|N/A"),
+    "bandwidth": re.compile(r"\d{1,12}-\d{1,12}|\d{1,12}|N/A"),
 }
 
 XGMI_WEIGHT, PCIE_NEAR = 15, 40
@@ -60,6 +64,9 @@ XGMI_WEIGHT, PCIE_NEAR = 15, 40
 
 WIRE = 50.0
 """GB/s of an Infinity Fabric link of MI200 GPUs; what bandwidths are divided by where all of them are its multiples."""
+
+MOST_RENUMBERINGS = 10_000
+"""Most renumberings of GPUs that are compared; a graph of more is not looked up."""
 
 
 def is_rocm_smi(text: str) -> bool:
@@ -121,7 +128,7 @@ def read_tables(text: str) -> Tables:
     columns: tuple[str, ...] = ()
     cells: dict[str, dict[tuple[str, str], str]] = {}
     heads: dict[str, tuple[str, ...]] = {}
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, set[str]] = {}
     numa: dict[str, int] = {}
     for line in text.splitlines():
         title = _TITLE.search(line)
@@ -143,13 +150,18 @@ def read_tables(text: str) -> Tables:
         if not columns:
             if all(_GPU.fullmatch(word) for word in words):
                 columns = heads[table] = tuple(words)
-                cells[table], rows[table] = {}, []
+                name, times = Counter(columns).most_common(1)[0]
+                if times > 1:
+                    raise TopologyError(
+                        f"{_named(table)}: column {name[:40]} is there twice; give one listing"
+                    )
+                cells[table], rows[table] = {}, set()
             continue
         name, *values = words
-        if name not in columns:
+        if name not in heads[table]:
             raise TopologyError(f"{_named(table)}: row {name[:40]!r} has no column; give the whole listing")
         _read_row(table, name, values, columns, cells[table])
-        rows[table].append(name)
+        rows[table].add(name)
     if "type" not in heads:
         raise TopologyError(
             "there is no table of link types; give the whole output of rocm-smi --showtopo or amd-smi topology"
@@ -211,6 +223,7 @@ def parse_rocm_smi(
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
     untold: bool = False,
+    known: Callable[[], Iterable[Topology]] = tuple,
 ) -> Topology:
     """Read what ``rocm-smi --showtopo`` or ``amd-smi topology`` prints.
 
@@ -224,6 +237,8 @@ def parse_rocm_smi(
     untold : bool
         Leave links of Infinity Fabric out where the listing does not tell which GPUs they join, since they come from
         another description, in place of an error.
+    known : callable
+        Gives machines whose links of Infinity Fabric are known, for listings of weights alone.
 
     Raises
     ------
@@ -243,7 +258,7 @@ def parse_rocm_smi(
     socket = checked_rate("--socket-gbps", socket_gbps) or SOCKET["Zen 1 to 2"]
     tables = read_tables(text)
     names = {gpu: f"gpu{i}" for i, gpu in enumerate(tables.gpus)}
-    wires, notes = _xgmi(tables, names, nvlink_given, untold=untold)
+    wires, notes = _xgmi(tables, names, nvlink_given, untold=untold, known=known)
     tree = infer_host_tree(
         list(names.values()),
         _distances(tables, names),
@@ -270,7 +285,12 @@ def parse_rocm_smi(
 
 
 def _xgmi(
-    tables: Tables, names: Mapping[str, str], given: float | None, *, untold: bool
+    tables: Tables,
+    names: Mapping[str, str],
+    given: float | None,
+    *,
+    untold: bool,
+    known: Callable[[], Iterable[Topology]],
 ) -> tuple[list[Link], list[str]]:
     """Links of Infinity Fabric, and what was assumed of them."""
     pairs = [pair for pair in combinations(tables.gpus, 2) if tables.cells["type"][pair] == "XGMI"]
@@ -298,12 +318,59 @@ def _xgmi(
             f"multiples of {XGMI_WEIGHT}; add --merge with the machine, such as --merge mi250x, mi250 or mi300x"
         )
     joined = [pair for pair, weight in weights.items() if weight == XGMI_WEIGHT]
+    found = _known_links([(names[a], names[b]) for a, b in joined], len(tables.gpus), known)
+    if found is not None:
+        machine, ties = found
+        taken = [
+            (a, b, several(count, given) if given else bandwidth, count)
+            for (a, b), (bandwidth, count) in ties.items()
+        ]
+        own = "" if given else "; set --nvlink-gbps"
+        return (
+            [link for a, b, rate, count in taken for link in both_ways(a, b, "nvlink", rate, count=count)],
+            [
+                f"Infinity Fabric from the weights: neighbours are those of {machine}, whose links are taken{own}"
+            ],
+        )
     wire = given or WIRE
     notes = [
         "Infinity Fabric from the weights: they tell neighbours, not how many links join them; one assumed",
         f"an Infinity Fabric link assumed {wire:g} GB/s per direction; set --nvlink-gbps, or --merge mi250x or mi300x",
     ]
     return [link for a, b in joined for link in both_ways(names[a], names[b], "nvlink", wire)], notes
+
+
+def _known_links(
+    joined: Sequence[tuple[str, str]], gpus: int, known: Callable[[], Iterable[Topology]]
+) -> tuple[str, dict[tuple[str, str], tuple[float, int]]] | None:
+    """The known machine of these neighbours, with GB/s and number of the links of each pair; None where none tells.
+
+    GPUs may be numbered otherwise, as long as every renumbering gives the same links.
+    """
+    if not joined or len(joined) == gpus * (gpus - 1) // 2:
+        return None
+    found: list[tuple[str, dict[tuple[str, str], tuple[float, int]]]] = []
+    for machine in known():
+        ties = {
+            frozenset((link.src, link.dst)): (link.bandwidth, link.count)
+            for link in machine.links
+            if link.channel == "nvlink"
+        }
+        if len(machine.gpus) != gpus or len(ties) != len(joined):
+            continue
+        if all(frozenset(pair) in ties for pair in joined):
+            found.append((machine.name, {pair: ties[frozenset(pair)] for pair in joined}))
+            continue
+        import networkx as nx
+
+        ways = nx.isomorphism.GraphMatcher(nx.Graph(list(joined)), nx.Graph([tuple(pair) for pair in ties]))
+        made = [
+            {(a, b): ties[frozenset((way[a], way[b]))] for a, b in joined}
+            for way in islice(ways.isomorphisms_iter(), MOST_RENUMBERINGS)
+        ]
+        if made and all(one == made[0] for one in made) and len(made) < MOST_RENUMBERINGS:
+            found.append((f"{machine.name}, numbered otherwise", made[0]))
+    return found[0] if len(found) == 1 else None
 
 
 def _multiple(width: float, wire: float) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -103,13 +104,47 @@ def dump_topology_json(topology: Topology) -> str:
     return topology.to_json()
 
 
-def decode_json(text: str) -> object:
-    """The value that JSON text stands for; TopologyError if it is none."""
+class _RefusedError(ValueError):
+    """JSON that Python's reader would take."""
+
+
+def decode_json(text: str, what: str = "the topology") -> object:
+    """Return the value of JSON text, of which ``what`` is the name in errors.
+
+    Raises
+    ------
+    TopologyError
+        The text is not JSON: NaN and Infinity are no numbers, and a key stands once in an object. Or it is nested too
+        deep, or has an integer of thousands of digits.
+
+    Examples
+    --------
+    >>> decode_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: the topology is not JSON: key 'a' stands twice in an object; write it once
+    """
     try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TopologyError(f"the topology is no JSON: {error}") from None
+        value: object = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
+    except RecursionError:
+        raise TopologyError(f"{what} is not JSON that can be read: it is nested too deep") from None
+    except (json.JSONDecodeError, _RefusedError) as error:
+        raise TopologyError(f"{what} is not JSON: {error}") from None
+    except ValueError:
+        # Python reads integers of at most some thousand digits.
+        raise TopologyError(f"{what} is not JSON that can be read: an integer has too many digits") from None
     return value
+
+
+def _no_number(word: str) -> float:
+    raise _RefusedError(f"{word} is not a number of JSON")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _RefusedError(f"key {shown(key)} stands twice in an object; write it once")
+    return made
 
 
 def topology_from_object(value: object) -> Topology:
@@ -164,6 +199,10 @@ def _device(item: object, where: str) -> Device:
     for key, fact in known.items():
         if not TEXT.holds(key) or not TEXT.holds(fact):
             raise TopologyError(f"{where}: fact {str(key)[:60]!r} is {shown(fact)}; facts must be texts")
+        if key == "sm" and not re.fullmatch("[0-9]{1,4}", cast("str", fact)):
+            raise TopologyError(
+                f"{where}: fact 'sm' is {shown(fact)}; it must be a compute capability without the dot, such as 90"
+            )
     facts = tuple(sorted(cast("dict[str, str]", known).items()))
     return Device(**stated | {"facts": facts})  # type: ignore[arg-type]
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import cast
 
-from topoplan.errors import PlanError
+from topoplan.errors import PlanError, TopologyError
+from topoplan.formats.topology_json import decode_json
 from topoplan.units import nearest_float
 
 _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
@@ -101,9 +102,9 @@ def parse_object(text: str) -> dict[str, object]:
         The text is no JSON object.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"the plan is no JSON: {error}") from None
+        value = decode_json(text, "the plan")
+    except TopologyError as error:
+        raise PlanError(str(error)) from None
     if not isinstance(value, dict):
         raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
     return value

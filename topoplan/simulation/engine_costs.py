@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.topology_json import NUMBER, PRINTABLE, WHOLE, check_keys
+from topoplan.formats.topology_json import NUMBER, PRINTABLE, WHOLE, check_keys, decode_json
 from topoplan.hosts.gpu_identity import compute_capability
 from topoplan.topology import Topology, shown
 
@@ -164,11 +164,13 @@ def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
     """
     where = os.fspath(path)
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = decode_json(Path(path).read_text(encoding="utf-8"), where)
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}; give a file of engine costs") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is no JSON: {error}; give a file of engine costs") from None
+    except TopologyError as error:
+        raise UsageError(f"{error}; give a file of engine costs") from None
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}; give a file of engine costs") from None
     known = value.get("format") if isinstance(value, dict) else None
     if known != FORMAT:
         raise UsageError(

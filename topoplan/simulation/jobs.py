@@ -10,14 +10,14 @@ Bytes for each link stand in the file, or follow from a plan: what a buffer of s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from topoplan.errors import PlanError, TopoplanError, UsageError
+from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.formats.topology_json import decode_json
 from topoplan.plans.json_values import read_list, read_object
 from topoplan.plans.size_plans import load_plan
 from topoplan.simulation.model import clock
@@ -161,12 +161,8 @@ def read_jobs(text: str, *, folder: str = "") -> JobSet:
     3.0
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the jobs are no JSON: {error}") from None
-    try:
-        return _jobs(value, folder)
-    except PlanError as error:
+        return _jobs(decode_json(text, "the jobs file"), folder)
+    except (PlanError, TopologyError) as error:
         raise UsageError(str(error)) from None
 
 

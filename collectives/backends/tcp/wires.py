@@ -13,7 +13,6 @@ route of its tree edge (`lane_of`); `link_rates` says how fast each link is, whe
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from typing import Any
 from collectives.backends.backend import LinkShare
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import TransferTable
-from topoplan.errors import UsageError
+from topoplan.errors import TopologyError, UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.formats.topology_json import decode_json
 from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.topology import Topology
@@ -78,15 +78,16 @@ def parse_wires(text: str, name: str) -> dict[Queue, Wire]:
 
     Examples
     --------
+    >>> import json
     >>> text = json.dumps({"format": FORMAT, "wires": [
     ...     {"source": 0, "destination": 1, "channel": "nvlink", "from": "10.1.0.1", "to": "10.1.0.2"}]})
     >>> parse_wires(text, "wires.json")[0, 1, "nvlink"].reaches
     '10.1.0.2'
     """
     try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{name} is not JSON: {error}") from error
+        content = decode_json(text, name)
+    except TopologyError as error:
+        raise UsageError(str(error)) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UsageError(f"{name} is no wires file; its format must be {FORMAT!r}")
     entries = content.get("wires")

@@ -270,6 +270,10 @@ REFUSED = [
     (("--without-gpu", "0-7"), "all 8 GPUs of dgx-1v are taken out"),
     (("--without-gpu", "8"), "GPU 8 is out of range"),
     (("--without-gpu", "5-3"), "the range 5-3 runs backwards; write 3-5"),
+    (("--gpus", "0-999999," * 9 + "0"), "names more than 1,048,576 GPUs"),
+    (("--gpus", "9" * 5000), "is no list of GPU numbers"),
+    (("--sizes", ",".join(["1KB"] * 2000)), "more than 1,024 sizes are listed"),
+    (("--servers", "1000000000", "--nic-gbps", "100"), "choose fewer servers"),
     (("--without-device", "gpu1"), "gpu1 is GPU 1; take it out by its number"),
     (("--without-device", "nic9"), "has no device 'nic9'; did you mean nic"),
 ]

@@ -134,9 +134,43 @@ def test_healthy_results_end_well(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "even the faster pairs get less than 70% of what network states" in out
 
 
+NODES = ["dgx-h100", "--servers", "4", "--nics", "2", "--nic-gbps", "400"]
+
+
+def test_results_name_hosts_and_all_nics_of_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In the order of their names, or of --hosts; n10 has one dead NIC of two, and both its pairs are slow."""
+    results = tmp_path / "r.csv"
+    results.write_text("a,b,GB/s\nn10,n9,48\nn9,n2,92\nn10,n2,47.5\nn2,n33,91\nn9,n33,90\n")
+    status, out, _ = run(capsys, *NODES, "--results", str(results))
+    assert status == 1
+    assert "slow  n10.gpu0-n10.nic0 n10.gpu1-n10.nic1" in out
+    assert "hosts are taken for servers in the order of their names, n2 first" in out
+    assert "up to 2 NICs of each" in out
+    status, out, _ = run(capsys, *NODES, "--results", str(results), "--hosts", "n[10,2,33,9]", "--json")
+    (slow,) = json.loads(out)["slow_links"]
+    assert {name.split(".")[0] for name in slow["links"]} == {"n10"}
+    assert (slow["pairs"], json.loads(out)["missing"]) == (["n10-n9", "n10-n2"], [])
+
+
+def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Hosts of GPUs too; pairs that get more than the NICs state are noted."""
+    results = tmp_path / "r.csv"
+    results.write_text("a,b,GB/s\nn1.gpu0,n2.gpu0,23\nn3.gpu0,n4.gpu0,24\n")
+    status, out, _ = run(capsys, *FOUR, "--results", str(results))
+    assert status == 0
+    assert "asked for, and without a result" in out
+    assert "the pairs get more than network states; say with --nics" in out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (
+            [*NODES[:2], "2", *NODES[3:], "--results", "HOSTS"],
+            "name 3 hosts, such as a, and 2 x dgx-h100 has 2 servers",
+        ),
+        (["dgx-1v", "--results", "HOSTS"], "dgx-1v has 1 server; give --servers 3"),
+        ([*NODES, "--results", "HOSTS", "--hosts", "n[1-3]"], "3 names for 4 servers"),
         ([*FOUR, "--results", "nowhere"], "nowhere cannot be read"),
         ([*FOUR, "--results", "R", "--times", "1"], "was not asked for"),
         ([*FOUR, "--results", "R", "--format", "ssh"], "do not go together"),
@@ -158,7 +192,10 @@ def test_bad_usage_is_one_line(
     """And exit status 2."""
     results = tmp_path / "r.csv"
     results.write_text("a,b,GB/s\ns0,s2,6\n")
-    status, _, err = run(capsys, *[str(results) if word == "R" else word for word in words])
+    hosts = tmp_path / "h.csv"
+    hosts.write_text("a,b,GB/s\na,b,6\nc,b,6\n")
+    files = {"R": str(results), "HOSTS": str(hosts)}
+    status, _, err = run(capsys, *[files.get(word, word) for word in words])
     assert status == 2
     assert told in err
     assert err.count("\n") == 1

@@ -18,7 +18,7 @@ from topoplan.fabric.fabric import usable_fabric
 from topoplan.formats.load import library
 from topoplan.hosts.build import both_ways
 from topoplan.plans.phases import phases
-from topoplan.topology import Device, Link, Topology
+from topoplan.topology import Device, Link, Topology, facts
 
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
@@ -130,29 +130,90 @@ def with_storage_nic(machine: Topology) -> Topology:
 
 @pytest.mark.parametrize("gpus", [None, [6], [0, 1]])
 def test_a_nic_for_storage_slows_no_other(gpus: list[int] | None) -> None:
-    """Its way leads into PCIe links that the NICs beside the GPUs fill: it serves nobody, and a note says so."""
+    """It is on another CPU than the NICs beside the GPUs: it serves nobody, and a note says so."""
     whole, more = ([Server(one, gpus, count=2)] for one in (A100S, with_storage_nic(A100S)))
     assert speeds(cluster(more, nic_gbps=200)) == speeds(cluster(whole, nic_gbps=200))
     rates = [topoplan.plan(cluster(servers, nic_gbps=200), "allgather").rate for servers in (whole, more)]
     assert rates[0] == rates[1]
-    note = "left out, since nearer NICs fill the PCIe links of the GPUs: nic_s"
-    assert [note in cluster(servers, nic_gbps=200).notes for servers in (whole, more)] == [False, True]
+    note = "left out, since every GPU has a nearer NIC and NCCL takes that: nic_s"
+    told = ["\n".join(cluster(servers, nic_gbps=200).notes) for servers in (whole, more)]
+    assert [note in text for text in told] == [False, True]
     first = cluster([Server(with_storage_nic(A100S), gpus, count=2)], nic_gbps=200, nics=1)
     assert not any("nic_s" in src + dst for src, dst in speeds(first))
 
 
-def test_a_distant_nic_that_brings_more_than_it_takes_serves() -> None:
-    """Four GPUs of 24 GB/s and one NIC of 25 beside them: one more on the other CPU brings its 16 GB/s."""
+def two_cpus() -> Topology:
+    """Four GPUs and NIC mlx5_1 on one CPU; mlx5_10 and mlx5_2 on another one."""
     gpus = [f"gpu{i}" for i in range(4)]
-    devices = [Device(gpu, "gpu") for gpu in gpus] + [Device("nic0", "nic"), Device("nic1", "nic")]
+    devices = [Device(gpu, "gpu") for gpu in gpus]
+    devices += [Device(f"nic{i}", "nic", facts=facts(adapter=f"mlx5_{n}")) for i, n in enumerate((1, 10, 2))]
     devices += [Device("cpu0", "cpu"), Device("cpu1", "cpu")]
     links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
-    links += [wire for i in range(2) for wire in both_ways(f"nic{i}", f"cpu{i}", "pcie", 24.0)]
+    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", f"cpu{min(i, 1)}", "pcie", 24.0)]
     links += [*both_ways("cpu0", "cpu1", "sys", 16.0)]
     links += [wire for gpu in gpus[1:] for wire in both_ways("gpu0", gpu, "nvlink", 50.0)]
-    box = Topology("box", tuple(devices), tuple(links))
-    wired = wire_server(box, None, nics=None, rate=25.0, access="pcie")
-    assert [(port.out, port.back) for port in wired.ports] == [(24.0, 24.0), (16.0, 16.0)]
+    return Topology("box", tuple(devices), tuple(links))
+
+
+def test_nics_are_those_that_nccl_takes_unless_they_are_asked_for() -> None:
+    """A NIC on another CPU is left out where one is nearer, though it would bring 16 GB/s; a number asks for it."""
+    ports = {
+        nics: [
+            (port.sender[:4], port.out)
+            for port in wire_server(two_cpus(), None, nics=nics, rate=25.0, access="pcie").ports
+        ]
+        for nics in (None, 1, 2)
+    }
+    assert ports == {None: [("nic0", 24.0)], 1: [("nic0", 24.0)], 2: [("nic0", 24.0), ("nic1", 16.0)]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "taken"),
+    [
+        ("nic0", ["nic0"]),
+        ("NIC2,mlx5_10", ["nic1", "nic2"]),
+        ("mlx5_1", ["nic0", "nic1"]),
+        ("=mlx5_1", ["nic0"]),
+        ("^mlx5_1", ["nic2"]),
+        ("^=mlx5_1", ["nic1", "nic2"]),
+        ("mlx5_2:1", ["nic2"]),
+        ("mlx5", ["nic0", "nic1", "nic2"]),
+    ],
+)
+def test_nics_are_chosen_by_name_as_nccl_does(choice: str, taken: list[str]) -> None:
+    """By the device's name, or by how an adapter's begins; in Python, of one server, and in a cluster file."""
+    box = two_cpus()
+    made = cluster([Server(box, count=2)], nic_gbps=200, nics=choice)
+    assert (
+        list(
+            dict.fromkeys(
+                nic.name.split(".")[1]
+                for nic in made.devices
+                if nic.kind == "nic" and nic.server == "s0" and not nic.name.endswith(".rx")
+            )
+        )
+        == taken
+    )
+    own = cluster([Server(box, count=2, nics=choice)], nic_gbps=200, nics=1)
+    assert own.devices == made.devices
+    prefix = any("as in NCCL_IB_HCA; =mlx5_1 names one alone" in note for note in made.notes)
+    assert prefix == (choice in ("mlx5_1", "^mlx5_1"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "choice", "says"),
+    [
+        ("box", "mlx5_7", "mlx5_7 is not a NIC of box, which has mlx5_1, mlx5_10, mlx5_2"),
+        ("box", "^mlx5", "leaves no NIC of box"),
+        ("box", "a,,b", "must be names such as mlx5_0,mlx5_1"),
+        ("box", "", "must be names such as"),
+        ("v100x4", "mlx5_0", "v100x4 lists no NIC; give a number"),
+    ],
+)
+def test_choices_of_nics_that_fit_nothing_are_refused(machine: str, choice: str, says: str) -> None:
+    server = Server(two_cpus() if machine == "box" else machine, count=2)
+    with pytest.raises(UsageError, match=says.replace("^", r"\^")):
+        cluster([server], nic_gbps=200, nics=choice)
 
 
 @settings(max_examples=60, deadline=None)

@@ -130,6 +130,8 @@ def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None,
 
 
 def test_too_many_sets_are_refused_before_any_is_planned() -> None:
+    with pytest.raises(UsageError, match=r"more than 10\^306 sets of 512 GPUs among 1024 are too many"):
+        recommend(topoplan.nvswitch_cluster(128), 512)
     with pytest.raises(UsageError, match=r"10,518,300 sets of 8 GPUs among 32 are too many: at most 20,000"):
         recommend(topoplan.nvswitch_cluster(4), 8)
 

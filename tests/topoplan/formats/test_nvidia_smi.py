@@ -342,6 +342,154 @@ def test_the_nic_legend_names_the_adapters() -> None:
     assert parents_of(machine) == {"pcie0": "cpu0", "gpu0": "pcie0", "nic0": "pcie0"}
 
 
+def printed(nics: str, code: str) -> str:
+    """Four GPUs and three NICs with affinity, as the driver prints them."""
+    names = [*(f"GPU{i}" for i in range(4)), *(f"{nics}{i}" for i in range(9, 12))]
+
+    def cell(first: str, second: str) -> str:
+        far = (names.index(first) + names.index(second)) % 2
+        return code if {first, second} <= set(names[:4]) else ("SYS", "NODE")[far]
+
+    def local(name: str) -> str:
+        return ("0-31\t1", "20-31,64-95\t0")[int(name[3:]) % 2] if name.startswith("GPU") else ""
+
+    return matrix_text(names, cell, affinity=local)
+
+
+@pytest.mark.parametrize(
+    ("nics", "code"), [("NIC", "NV12"), ("mlx5_", "NV2"), ("bnxt_re", "NV1"), ("NIC", "PIX")]
+)
+def test_any_one_lost_blank_is_put_back(nics: str, code: str) -> None:
+    """In the header, behind a row's name, between cells, and at and between the affinities; a note names a row's."""
+    text = printed(nics, code)
+    whole = parse_nvidia_smi(text)
+    table = text[: text.index("Legend")].rstrip()
+    blanks = [
+        place for place, letter in enumerate(table) if letter == "\t" and table[place - 1] not in "\n\t"
+    ]
+    for place in blanks[1:]:
+        found = parse_nvidia_smi(text[:place] + text[place + 1 :])
+        assert (found.devices, found.links) == (whole.devices, whole.links), text[place - 9 : place + 9]
+        if place > table.index("\n") and not text[place - 1].isspace() and not text[place + 1].isspace():
+            assert any("lost blanks put back" in note for note in found.notes), text[place - 9 : place + 9]
+
+
+def test_a_lost_blank_that_two_splits_explain_is_refused() -> None:
+    """NV120-31 is NV1 and 20-31, or NV12 and 0-31, where no other row tells."""
+    with pytest.raises(
+        TopologyError, match=r"row GPU0: a blank is missing between NV12 and 0-31 or NV1 and 20-31"
+    ):
+        parse_nvidia_smi("GPU0 GPU1 CPU Affinity\nGPU0 X NV120-31\n")
+
+
+def test_a_run_of_cells_that_does_not_fit_is_refused() -> None:
+    """A blank is missing elsewhere too."""
+    with pytest.raises(
+        TopologyError, match="row GPU0: 'SYSSYS' has lost a blank, but split the row does not fit"
+    ):
+        parse_nvidia_smi("GPU0 GPU1 GPU2\nGPU0 X NV2 SYSSYS\n")
+    with pytest.raises(TopologyError, match="is a blank missing in 'ib0ib1' of the header"):
+        parse_nvidia_smi("GPU0 ib0ib1\nGPU0 X SYS SYS\n")
+
+
+NAMES = {
+    "torch collect_env": "GPU models and configuration: GPU 0: {0}\nGPU 1: {0}\nGPU 2: {0}",
+    "vllm": "GPU models and configuration:\nGPU 0: {0}\nGPU 1: {0}\nGPU 2: {0}\n\nNvidia driver version: 550.54",
+    "sglang": "CUDA available: True\nGPU 0,1,2: {0}\nGPU 0,1,2 Compute Capability: 9.0",
+    "nvidia-smi -L": "GPU 0: {0} (UUID: GPU-f0)\n  MIG 3g.40gb Device  0: (UUID: MIG-1)\nGPU 1: {0} (UUID: GPU-f1)",
+    "nvidia-smi": "|   0  {0}          On  |   00000000:19:00.0 Off |        0 |\n| N/A   31C  |  1MiB / 81559MiB |",
+    "older nvidia-smi": "|   0  {0}  Off  | 0000:06:00.0 Off |        0 |",
+    "nvidia-smi -q": "GPU 00000000:19:00.0\n    Product Name                    : {0}",
+    "accelerate": "- GPU type: {0}",
+}
+
+
+@pytest.mark.parametrize("report", NAMES)
+@pytest.mark.parametrize(
+    ("model", "nvlink", "pcie"),
+    [("NVIDIA GB200", 50.0, 48.0), ("NVIDIA H100 80GB HBM3", 25.0, 48.0), ("NVIDIA B200", 50.0, 48.0)],
+)
+def test_the_report_around_a_matrix_names_the_gpus(
+    report: str, model: str, nvlink: float, pcie: float
+) -> None:
+    """NV18 of a switch is 25 or 50 GB/s a link by the GPU's name, whichever tool wrote it and wherever it stands."""
+    text = NAMES[report].format(model)
+    for whole in (f"{text}\n\n{uniform(3, 'NV18')}", f"{uniform(3, 'NV18')}\n{text}"):
+        machine = parse_nvidia_smi(whole)
+        assert {machine.device(gpu).model for gpu in machine.gpus} == {model}
+        assert (rate_of(machine, "nvlink"), rate_of(machine, "pcie")) == ({nvlink}, {pcie})
+        assert not any("not printed" in note for note in machine.notes)
+
+
+def test_names_of_other_gpus_are_not_used() -> None:
+    """A name whose GPUs have fewer NVLinks than the matrix says, and names that leave a column out, with a note."""
+    few = parse_nvidia_smi("GPU 0: NVIDIA A100-SXM4-80GB\n" + uniform(3, "NV18"))
+    assert few.device("gpu0").model == ""
+    assert "fewer NVLinks than the 18" in few.notes[0]
+    some = parse_nvidia_smi("GPU 0: NVIDIA A100\nGPU 1: NVIDIA A40\n" + uniform(3, "NV4"))
+    assert some.device("gpu0").model == ""
+    assert "not GPU2" in some.notes[0]
+
+
+def test_the_name_tells_switched_from_direct_links() -> None:
+    """Three peers of NV6 are 18 links: direct on an H100, and behind a switch on a V100, which has 6."""
+    switched = {
+        name: any(
+            device.kind == "nvswitch"
+            for device in parse_nvidia_smi(f"GPU 0: {name}\n" + uniform(4, "NV6")).devices
+        )
+        for name in ("NVIDIA H100", "Tesla V100-SXM3-32GB")
+    }
+    assert switched == {"NVIDIA H100": False, "Tesla V100-SXM3-32GB": True}
+
+
+def p2p(gpus: int, code: Callable[[int, int], str]) -> str:
+    """What ``nvidia-smi topo -p2p r`` prints."""
+    lines = [
+        " ".join(["", f"GPU{i}", *("X" if i == j else code(i, j) for j in range(gpus))]) for i in range(gpus)
+    ]
+    return "\n".join(
+        [" \t" + "\t".join(f"GPU{i}" for i in range(gpus)), *lines, "", "Legend:", "  X    = Self", ""]
+    )
+
+
+def test_peer_access_of_topo_p2p_is_used_beside_the_matrix() -> None:
+    """Before or behind it: OK changes nothing; a refused NVLink is left out; PCIe is staged where nobody has access."""
+    matrix = matrix_text([f"GPU{i}" for i in range(3)], lambda a, b: "NV4" if "GPU2" not in (a, b) else "PHB")
+    plain = parse_nvidia_smi(matrix)
+    assert parse_nvidia_smi(matrix + p2p(3, lambda i, j: "OK")) == plain
+    for text in (matrix + p2p(3, lambda i, j: "CNS"), p2p(3, lambda i, j: "CNS") + matrix):
+        bare = parse_nvidia_smi(text)
+        assert nvlinks_of(bare) == set()
+        assert all(bare.device(gpu).fact("peer_access") for gpu in bare.gpus)
+        assert "gpu0-gpu1: access over NVLink is refused (chipset not supported)" in bare.notes[0]
+    behind_a_switch = parse_nvidia_smi(uniform(2, "PIX") + p2p(2, lambda i, j: "GNS"))
+    assert any("by way of the CPUs' memory" in note for note in behind_a_switch.notes)
+    some = parse_nvidia_smi(matrix + p2p(3, lambda i, j: "TNS" if {i, j} == {0, 2} else "OK"))
+    assert some.links == plain.links
+    assert "access over PCIe is refused (topology not supported) between gpu0-gpu2" in some.notes[0]
+
+
+def test_peer_access_behind_a_switch() -> None:
+    """A GPU without access to all others has no NVLink to the switch; one pair alone is a warning."""
+    matrix = uniform(4, "NV12")
+    alone = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS" if 3 in (i, j) else "OK"))
+    assert {src for src, *_ in nvlinks_of(alone)} == {"gpu0", "gpu1", "gpu2", "nvswitch0"}
+    pair = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS" if {i, j} == {1, 3} else "OK"))
+    assert len(nvlinks_of(pair)) == 8
+    assert "gpu1: access over NVLink is refused to gpu3" in pair.notes[0]
+
+
+def test_topo_p2p_alone_says_what_to_give() -> None:
+    """It has no links; one of other GPUs than the matrix is of another machine."""
+    with pytest.raises(
+        TopologyError, match=r"this is nvidia-smi topo -p2p.*give the output of nvidia-smi topo -m"
+    ):
+        parse_nvidia_smi(p2p(2, lambda i, j: "GNS"))
+    with pytest.raises(TopologyError, match="topo -p2p has GPU2, which the matrix lacks"):
+        parse_nvidia_smi(uniform(2, "NV2") + p2p(3, lambda i, j: "OK"))
+
+
 @pytest.mark.parametrize(("printed", "numa"), [("3", 3), ("0-1", None), ("0,8,252-255", None), ("N/A", None)])
 def test_numa_nodes_are_kept_where_one_is_printed(printed: str, numa: int | None) -> None:
     """A list or N/A says nothing about one node."""
@@ -466,6 +614,9 @@ def damaged(old: str, new: str, *, gpus: int = 3) -> str:
         ("", ["GPU0"]),
         ("GPU0 X NV1\nGPU1 NV1 X\n", ["no header line"]),
         ("\tGPU0\tGPU1\n", ["no GPU row"]),
+        ("GPU0 GPU1\nGPU0\n", ["row GPU0 has 0 cells for 2 columns"]),
+        (f"GPU0 GPU1\nGPU0 X {'SYS' * 9999}\n", ["'SYSSYS", "has lost a blank"]),
+        (uniform(2, "NV2").replace("GPU1", "GPU" + "1" * 5000), ["no header line"]),
         (matrix_text(["NIC0", "NIC1"], lambda a, b: "PIX"), ["no header line"]),
         (damaged("GPU1\tNV2\t X ", "GPU1\tNV3\t X "), ["row GPU1, column GPU0", "'NV3'", "'NV2'"]),
         (damaged("GPU1\tNV2\t X \tNV2", "GPU1\tNV2\t X "), ["row GPU1", "2 cells", "3 columns"]),
@@ -473,6 +624,10 @@ def damaged(old: str, new: str, *, gpus: int = 3) -> str:
         (damaged("GPU1\tNV2", "GPU1\tFOO"), ["row GPU1, column GPU0", "'FOO'"]),
         (damaged("GPU1\tNV2", "GPU1\tNV0"), ["row GPU1, column GPU0", "'NV0'"]),
         (damaged("GPU1\tNV2", "GPU1\tOK"), ["row GPU1, column GPU0", "'OK'"]),
+        (
+            matrix_text([f"GPU{i}" for i in range(600)], lambda a, b: "X", rows=["GPU0"]),
+            ["600 devices", "512"],
+        ),
         (damaged("GPU1\tNV2", "GPU1\tX"), ["row GPU1, column GPU0", "'X'"]),
         (damaged("GPU1\tNV2\t X ", "GPU1\tNV2\tNV2"), ["row GPU1, column GPU1", "'NV2'"]),
         (damaged("GPU0\tGPU1\tGPU2", "GPU0\tGPU1\tGPU1"), ["column GPU1", "twice"]),

@@ -98,14 +98,40 @@ def test_bandwidths_tell_the_links_of_an_mi250x() -> None:
     assert fabric(topoplan.load(text)) == fabric(topoplan.load("mi250x"))
 
 
+def weights(gpus: int, joined: Callable[[int, int], object]) -> str:
+    """A listing of weights and link types alone."""
+    return showtopo(gpus, weight=lambda i, j: 15 if joined(i, j) else 30, type=lambda i, j: "XGMI")
+
+
 def test_weights_tell_neighbours() -> None:
     """15 is one link, 30 are two on the way; how many join a pair is assumed, and said."""
-    text = showtopo(8, weight=lambda i, j: 15 if X250(i, j) else 30, type=lambda i, j: "XGMI")
-    machine = topoplan.load(text)
-    assert set(fabric(machine)) == set(fabric(topoplan.load("mi250x")))
+    ring = weights(8, lambda i, j: (i - j) % 8 in (1, 7))
+    machine = topoplan.load(ring)
+    assert set(fabric(machine)) == {(f"gpu{i}", f"gpu{(i + k) % 8}") for i in range(8) for k in (1, 7)}
     assert set(fabric(machine).values()) == {(50.0, 1)}
     assert any("one assumed" in note for note in machine.notes)
-    assert set(fabric(topoplan.load(text, nvlink_gbps=64)).values()) == {(64.0, 1)}
+    assert set(fabric(topoplan.load(ring, nvlink_gbps=64)).values()) == {(64.0, 1)}
+
+
+def test_neighbours_of_a_known_machine_alone_have_its_links() -> None:
+    """The MI250X of Frontier and the MI250 of 16 dies, with 1, 2 and 4 links; a mesh of eight belongs to several."""
+    for name, gpus in (("mi250x", 8), ("mi250", 16)):
+        ties = fabric(topoplan.load(name))
+        text = weights(gpus, lambda i, j, ties=ties: (f"gpu{i}", f"gpu{j}") in ties)  # type: ignore[misc]
+        machine = topoplan.load(text)
+        assert fabric(machine) == ties
+        assert any(f"neighbours are those of {name}, whose links are taken" in note for note in machine.notes)
+        assert diagnose(machine).resembles == name
+        slower = fabric(topoplan.load(text, nvlink_gbps=40))
+        assert slower == {pair: (40.0 * count, count) for pair, (_, count) in ties.items()}
+    mesh = topoplan.load(weights(8, lambda i, j: True))
+    assert set(fabric(mesh).values()) == {(50.0, 1)}
+
+
+def test_neighbours_that_are_numbered_otherwise_are_known_only_if_the_links_follow() -> None:
+    """Of 16 renumberings of the MI250X some move the pairs of 4 links: one link each is assumed, and said."""
+    turned = weights(8, lambda i, j: X250((i + 3) % 8, (j + 3) % 8))
+    assert set(fabric(topoplan.load(turned)).values()) == {(50.0, 1)}
 
 
 @pytest.mark.parametrize("weight", [0, 7])
@@ -178,6 +204,8 @@ WHOLE = showtopo(3, numa=[0, 0, 1], weight=lambda i, j: 15, hops=lambda i, j: 1,
         ("GPU1 15 0 15\n", "GPU1 15 0 many\n", "column GPU2: 'many' does not belong there"),
         ("Link Type between two GPUs", "Nothing", "there is no table of link types"),
         ("Hops between two GPUs", "Weight between two GPUs", "the table of weights is there twice"),
+        ("GPU1 15 0 15\n", f"GPU1 15 0 {'9' * 5000}\n", "column GPU2: '9{40}"),
+        ("GPU[1]", "GPU[7]", "Numa Nodes speak of GPU7, which no table has"),
     ],
 )
 def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str) -> None:
@@ -187,11 +215,14 @@ def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str)
     assert "\n" not in str(error.value)
 
 
-def test_numa_nodes_of_gpus_that_the_tables_name_otherwise_are_refused() -> None:
-    """Tables of amd-smi name GPUs by bus id, and Numa Nodes of rocm-smi by number."""
-    tables = amd_smi(["0000:01:00.0", "0000:02:00.0"], type=lambda i, j: "XGMI")
+def test_tables_that_name_a_gpu_twice_and_numa_nodes_of_bus_ids_are_refused() -> None:
+    """As KeyErrors before: two columns of one name; NUMA nodes of GPU0 where tables name bus ids."""
+    tables = amd_smi(["0000:03:00.0", "0000:0c:00.0"], type=lambda i, j: "XGMI", weight=lambda i, j: 15)
+    nodes = "Numa Nodes\nGPU[0] : (Topology) Numa Node: 0\n"
     with pytest.raises(TopologyError, match="Numa Nodes speak of GPU0, which no table has"):
-        parse_rocm_smi(tables + "\nGPU[0]\t\t: (Topology) Numa Node: 0\n")
+        topoplan.load(tables + nodes)
+    with pytest.raises(TopologyError, match=r"column 0000:03:00\.0 is there twice"):
+        topoplan.load(tables.replace("0000:0c:00.0", "0000:03:00.0"))
 
 
 @given(st.data())

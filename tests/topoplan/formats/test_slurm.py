@@ -16,7 +16,7 @@ from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.formats.load import load_network
 from topoplan.formats.slurm.hostlist import expand, folded
-from topoplan.formats.slurm.topology import LINK_SPEED, is_slurm, parse_slurm
+from topoplan.formats.slurm.topology import AGGREGATED, LINK_SPEED, is_slurm, parse_slurm
 from topoplan.formats.slurm.yaml_subset import read_yaml
 from topoplan.topology import Device, Topology
 
@@ -77,9 +77,52 @@ def test_of_a_topology_yaml_the_default_is_taken_or_the_one_of_a_name() -> None:
     assert found.notes == ("of 3 topologies in the file racks is taken",)
 
 
+SCONTROL = """\
+SwitchName=top Level=2 LinkSpeed=1 Nodes=n[01-06] Switches=cell[1-2]
+SwitchName=cell1 Level=1 LinkSpeed=1 Nodes=n[01-04] Switches=leaf[1-2]
+SwitchName=cell2 Level=1 LinkSpeed=1 Nodes=n[05-06] Switches=leaf3
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[01,03]
+SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=n[02,04]
+SwitchName=leaf3 Level=0 LinkSpeed=1 Nodes=n05
+SwitchName=spare Level=0 LinkSpeed=1 Nodes=(null)
+"""
+
+
+def test_what_scontrol_prints_is_read_with_each_node_on_its_lowest_switch() -> None:
+    """In any order of lines; a node that only an upper switch names stays there."""
+    homes = {"n01": "leaf1", "n02": "leaf2", "n03": "leaf1", "n04": "leaf2", "n05": "leaf3", "n06": "cell2"}
+    for text in (SCONTROL, "\n".join(reversed(SCONTROL.splitlines()))):
+        found = parse_slurm(text)
+        assert dict(found.nodes) == homes
+        assert dict(found.switches) == {
+            **{"leaf1": "cell1", "leaf2": "cell1", "leaf3": "cell2"},
+            **{"cell1": "top", "cell2": "top", "top": ""},
+        }
+        assert set(found.notes) == {LINK_SPEED, "spare has no nodes and is left out"}
+
+
+def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> None:
+    found = parse_slurm(
+        "BlockName=b1 BlockIndex=0 Nodes=n[01-02] BlockSize=2\n"
+        "BlockName=b2 BlockIndex=1 Nodes=n[03-04] BlockSize=2\n"
+        "AggregatedBlock=b[1-2] BlockIndex=2 Nodes=n[01-04] BlockSize=4\n"
+    )
+    assert found.nodes == (("n01", "b1"), ("n02", "b1"), ("n03", "b2"), ("n04", "b2"))
+    assert found.notes == (AGGREGATED,)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[2-3]\nSwitchName=c Switches=a,b", "node n2 is named twice"),
+        ("SwitchName=a Level=x Nodes=n1", "line 1: Level 'x' is no whole number"),
+        ("SwitchName=a Nodes=n[" + "0-65535," * 9999 + "1]", "makes more than 65536 names"),
+        ("\n".join(f"SwitchName=s{i} Nodes=n[0-65535]" for i in range(9)), "the file makes more than 524288 names"),
+        ("SwitchName=a Nodes=n" + "1" * 5000, "has more than 255 characters"),
+        (
+            "\n".join(f"SwitchName=s{i} Switches=s{i + 1}" for i in range(99)) + "\nSwitchName=s99 Nodes=n",
+            "more than 64 switches are above switch s",
+        ),
         ("SwitchName=a Switches=b", "line 1: switch b below a is defined nowhere"),
         ("SwitchName=a Switches=b\nSwitchName=b Switches=a", "switches a, b are above one another in a circle"),
         ("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1", "node n1 is named twice, below a and b"),

@@ -216,5 +216,5 @@ def test_a_wrong_key_is_named_with_its_range(
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_what_is_no_file_is_refused(text: str) -> None:
     """As for single plans."""
-    with pytest.raises(PlanError, match=r"no JSON|must be a JSON object"):
+    with pytest.raises(PlanError, match=r"not JSON|must be a JSON object"):
         SizePlans.from_json(text)

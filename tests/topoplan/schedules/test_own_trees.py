@@ -277,7 +277,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("[[0,1", "is no JSON"),
+            ("[[0,1", "is not JSON"),
             ('{"tree": []}', "key 'tree' is unknown; known are format and trees"),
             (
                 '{"format": "topoplan.plan/1", "trees": []}',

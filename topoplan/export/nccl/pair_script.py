@@ -19,7 +19,7 @@ from topoplan.topology import Topology
 
 STARTERS = ("mpirun", "ssh")
 
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})")
+HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})")
 
 
 def hosts_of_servers(names: Sequence[str], servers: Sequence[str]) -> dict[str, str]:
@@ -36,7 +36,7 @@ def hosts_of_servers(names: Sequence[str], servers: Sequence[str]) -> dict[str, 
     {'s0': 'node01', 's1': 'node02'}
     """
     for name in names:
-        if not _HOST.fullmatch(name):
+        if not HOST.fullmatch(name):
             raise UsageError(f"hosts: {name[:60]!r} is no host name")
         if names.count(name) > 1:
             raise UsageError(f"hosts: {name} is named twice; each server is one host")

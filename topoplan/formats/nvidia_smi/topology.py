@@ -6,7 +6,8 @@ links from a switch and guesses the GPU generation, `pcie_tree` recovers switche
 A cell NV# counts the links that join a pair, but behind an NVSwitch all pairs of a GPU share the same
 links. So the rule: if the NV# of some row add up to more links than any GPU has (18), the machine is
 switched, and a GPU has as many links as the largest NV# of its row. Otherwise every cell is a bundle of its
-own. The generation is not printed; the first that fits is taken:
+own. The matrix names no GPU. If the report around it does (see `gpu_names`), bandwidths are of that generation, and no
+GPU has more links than it; else the first generation that fits is taken:
 
 1. direct, every NV# is 1, three or more in some row: P100 (a V100 of a DGX-1 has two such neighbours only);
 2. direct, pairs of NV4 and nothing else: the bridge of RTX 30 and A6000 cards;
@@ -19,9 +20,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
+from topoplan.formats.nvidia_smi.gpu_names import NamedGpus, name_gpus
 from topoplan.formats.nvidia_smi.matrix_text import Matrix, read_matrix
 from topoplan.formats.nvidia_smi.pcie_tree import CODES, HostTree, infer_host_tree
 from topoplan.hosts.build import both_ways, cpus_of, host_links
@@ -36,9 +38,10 @@ from topoplan.hosts.link_rates import (
     GpuGeneration,
     checked_rate,
 )
-from topoplan.hosts.notes import Note, listed
+from topoplan.hosts.notes import Note, listed, warning
+from topoplan.hosts.staging import without_peer_access
 from topoplan.topology import Device, Link, Topology, facts
-from topoplan.units import several
+from topoplan.units import counted, several
 
 _SERVER = "s0"
 
@@ -85,7 +88,9 @@ def parse_nvidia_smi(
     pcie_given = checked_rate("--pcie-gbps", pcie_gbps)
     socket_given = checked_rate("--socket-gbps", socket_gbps)
     matrix = read_matrix(text)
-    nvlinks = read_nvlinks(matrix)
+    rows = {gpu: max((matrix.nvlinks(gpu, other) for other in matrix.gpus), default=0) for gpu in matrix.gpus}
+    named = name_gpus(text, matrix.gpus, rows)
+    nvlinks = read_nvlinks(matrix, named.generation)
     names = {name: name.lower() for name in matrix.gpus} | {
         name: f"nic{i}" for i, name in enumerate(matrix.nics)
     }
@@ -102,7 +107,7 @@ def parse_nvidia_smi(
     nvlink = nvlink_given or generation.nvlink
     pcie = pcie_given or generation.pcie
     socket = socket_given or generation.socket
-    notes: list[str] = [*nvlinks.notes, *tree.notes]
+    notes: list[str] = [*matrix.notes, *named.notes, *nvlinks.notes, *tree.notes]
     if matrix.cut:
         notes.insert(
             0,
@@ -112,7 +117,11 @@ def parse_nvidia_smi(
                 tuple(name.lower() for name in matrix.cut),
             ),
         )
-    if nvlink_given is None and generation is not UNKNOWN:
+    if nvlink_given is None and named.generation is not None and nvlinks.any:
+        notes.append(
+            f"the text names {named.words()}: NVLink {nvlink:g} GB/s per link and direction; set --nvlink-gbps"
+        )
+    elif nvlink_given is None and generation is not UNKNOWN and nvlinks.any:
         other = "; a B200 has 50" if generation is H100 else ""
         notes.append(
             f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
@@ -122,9 +131,9 @@ def parse_nvidia_smi(
         notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
     if socket_given is None and len(cpus_of(tree.parents)) > 1:
         notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-gbps")
-    return Topology(
+    machine = Topology(
         name="nvidia-smi",
-        devices=_devices(matrix, nvlinks, tree, names),
+        devices=_devices(matrix, nvlinks, tree, names, named),
         links=(
             *_nvlink_links(nvlinks, names, nvlink),
             *host_links(tree.parents, pcie=pcie, socket=socket),
@@ -132,19 +141,116 @@ def parse_nvidia_smi(
         notes=tuple(notes),
         source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",
     )
+    refused = {
+        (names[first], names[second]): code
+        for first, second in combinations(matrix.gpus, 2)
+        if {code := matrix.access.get((first, second), "U"), matrix.access.get((second, first), "U")}
+        <= set(_REFUSED)
+    }
+    return with_refused_access(machine, refused) if refused else machine
 
 
-def _devices(matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str]) -> tuple[Device, ...]:
+_REFUSED = {
+    "CNS": "chipset not supported",
+    "GNS": "GPU not supported",
+    "TNS": "topology not supported",
+    "NS": "not supported",
+    "DR": "disabled by regkey",
+}
+"""Why ``nvidia-smi topo -p2p`` says that a pair has no access."""
+
+
+def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str]) -> Topology:
+    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints.
+
+    NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
+    is staged where no GPU has access; where only some pairs have none, a note names them.
+
+    Parameters
+    ----------
+    machine : Topology
+    refused : mapping of (str, str) to str
+        Each pair once, with its code.
+
+    Examples
+    --------
+    >>> pair = parse_nvidia_smi("     GPU0 GPU1\\nGPU0  X   NV2\\nGPU1 NV2   X", nvlink_gbps=25, pcie_gbps=12)
+    >>> bare = with_refused_access(pair, {("gpu0", "gpu1"): "DR"})
+    >>> [link.channel for link in bare.links if "gpu" in link.src and "gpu" in link.dst], bare.notes[-2]
+    ([], 'warning: gpu0-gpu1: access over NVLink is refused (disabled by regkey), 2 NVLinks are left out')
+    """
+    gone: set[tuple[str, str]] = set()
+    notes: list[str] = []
+    wires = {(link.src, link.dst): link for link in machine.links if link.channel == "nvlink"}
+    switches = {device.name for device in machine.devices if device.kind == "nvswitch"}
+    switched = {src for src, dst in wires if dst in switches}
+    over_pcie: dict[str, list[str]] = {}
+    peers: dict[str, set[str]] = {}
+    for (first, second), code in refused.items():
+        peers.setdefault(first, set()).add(second)
+        peers.setdefault(second, set()).add(first)
+        if (first, second) in wires:
+            gone |= {(first, second), (second, first)}
+            count = counted(wires[first, second].count, "NVLink")
+            notes.append(
+                warning(
+                    f"{first}-{second}: access over NVLink is refused ({_REFUSED[code]}), {count} "
+                    f"{'is' if count.startswith('1 ') else 'are'} left out"
+                )
+            )
+        elif not {first, second} <= switched:
+            over_pcie.setdefault(_REFUSED[code], []).append(f"{first}-{second}")
+    barred = {gpu for gpu, others in peers.items() if len(others) == len(machine.gpus) - 1}
+    for gpu in [name for name in machine.gpus if name in switched & peers.keys()]:
+        there = peers[gpu] & switched
+        if len(there) == len(switched) - 1:
+            gone |= {ends for ends in wires if gpu in ends}
+            notes.append(
+                warning(
+                    f"{gpu}: access over NVLink is refused to every GPU at the switch; its NVLinks are left out (is "
+                    "the fabric manager running?)"
+                )
+            )
+        elif there:
+            names = listed(name for name in machine.gpus if name in there)
+            notes.append(
+                warning(f"{gpu}: access over NVLink is refused to {names}; the plan may use it all the same")
+            )
+    if len(barred) < len(machine.gpus):
+        notes += [
+            f"access over PCIe is refused ({reason}) between {listed(pairs, noun='pairs')}; copies there go through "
+            "the host's memory"
+            for reason, pairs in over_pcie.items()
+        ]
+    elif not wires and set(refused.values()) == {"NS"}:
+        notes.append(warning("NS in a listing of topo -p2p n speaks of NVLink alone; give topo -p2p r"))
+    devices = tuple(
+        replace(device, facts=facts(**{**dict(device.facts), "peer_access": "none"}))
+        if device.name in barred
+        else device
+        for device in machine.devices
+    )
+    links = tuple(
+        link for link in machine.links if link.channel != "nvlink" or (link.src, link.dst) not in gone
+    )
+    return without_peer_access(replace(machine, devices=devices, links=links, notes=(*notes, *machine.notes)))
+
+
+def _devices(
+    matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str], named: NamedGpus
+) -> tuple[Device, ...]:
     affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
     nodes = {names[gpu]: numa for gpu, numa in matrix.numa.items() if re.fullmatch(r"\d{1,4}", numa)}
     several = {names[gpu]: numa for gpu, numa in matrix.numa.items() if names[gpu] not in nodes}
     affinity_of, node_of = _of_cpus(tree, affinity), _of_cpus(tree, nodes)
     gpus = []
-    for name in (names[gpu] for gpu in matrix.gpus):
+    for gpu in matrix.gpus:
+        name, model = names[gpu], named.models.get(gpu, "")
         known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
         if tree.root(name) not in affinity_of:
             known["cpus"] = affinity.get(name)
-        gpus.append(Device(name, "gpu", _SERVER, numa=_number(nodes.get(name)), facts=facts(**known)))
+        numa = _number(nodes.get(name))
+        gpus.append(Device(name, "gpu", _SERVER, model=model, numa=numa, facts=facts(**known)))
     switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
     inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
     cpus = [
@@ -211,9 +317,14 @@ class Nvlinks:
     generation: GpuGeneration
     notes: tuple[str, ...]
 
+    @property
+    def any(self) -> bool:
+        """Whether there is an NVLink."""
+        return bool(self.direct or self.to_switch)
 
-def read_nvlinks(matrix: Matrix) -> Nvlinks:
-    """Apply the rule above to a matrix.
+
+def read_nvlinks(matrix: Matrix, named: GpuGeneration | None = None) -> Nvlinks:
+    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs where it is known.
 
     Examples
     --------
@@ -227,16 +338,17 @@ def read_nvlinks(matrix: Matrix) -> Nvlinks:
     counts = sorted({count for row in rows.values() for count in row if count})
     largest_row = max((sum(row) for row in rows.values()), default=0)
     notes = []
-    if largest_row > MOST_LINKS:
+    most = named.links if named and named.links else MOST_LINKS
+    if largest_row > most:
         to_switch = {gpu: max(row) for gpu, row in rows.items() if any(row)}
         bare = [gpu for gpu in matrix.gpus if gpu not in to_switch]
         notes.append(
-            f"NV# of a row add up to {largest_row} links, more than the {MOST_LINKS} that a GPU has at most: "
+            f"NV# of a row add up to {largest_row} links, more than the {most} that a GPU has at most: "
             f"an NVSwitch, with {counts[-1]} links per GPU"
         )
         if bare:
             notes.append(f"{listed(bare).lower()}: no NVLink to the switch")
-        return Nvlinks(True, {}, to_switch, _smallest(counts[-1]), tuple(notes))
+        return Nvlinks(True, {}, to_switch, named or _smallest(counts[-1]), tuple(notes))
     direct = {
         (first, second): count
         for i, first in enumerate(matrix.gpus)
@@ -244,6 +356,8 @@ def read_nvlinks(matrix: Matrix) -> Nvlinks:
         if (count := matrix.nvlinks(first, second))
     }
     most_peers = max(sum(map(bool, row)) for row in rows.values())
+    if named is not None:
+        return Nvlinks(False, direct, {}, named, ())
     if not counts:
         generation = UNKNOWN
     elif counts == [1] and most_peers >= 3:

@@ -16,6 +16,9 @@ from topoplan.errors import TopologyError
 MOST_NAMES = 65_536
 """Most names of one list: more is a slip of the keyboard."""
 
+LONGEST_NAME = 255
+"""Characters of the longest name, as of a host in DNS."""
+
 _NAME = re.compile(r"(?:[A-Za-z0-9._:/+-]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _PARTS = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
@@ -43,29 +46,37 @@ def expand(text: str) -> tuple[str, ...]:
             raise TopologyError(
                 f"{word[:60]!r} is no list of names; write it as node[01-08,12] or node1,node2"
             )
-        choices = [_numbers(part, word) if part.startswith("[") else [part] for part in _PARTS.findall(word)]
+        parts = _PARTS.findall(word)
+        if sum(len(part) for part in parts if not part.startswith("[")) + 18 * word.count("[") > LONGEST_NAME:
+            raise TopologyError(
+                f"a name that begins with {word[:40]!r} has more than {LONGEST_NAME} characters; look at its commas"
+            )
+        choices = [
+            _numbers(part, word, MOST_NAMES - len(names)) if part[0] == "[" else [part] for part in parts
+        ]
         if len(names) + prod(len(choice) for choice in choices) > MOST_NAMES:
-            raise TopologyError(f"{word[:60]!r} makes more than {MOST_NAMES} names; look at its ranges")
+            raise _too_many(word)
         names += ["".join(parts) for parts in product(*choices)]
     return tuple(names)
 
 
 def _words(text: str) -> list[str]:
     """Parts between commas outside of brackets."""
-    words = [""]
-    depth = 0
-    for letter in text.strip():
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
+    whole = text.strip()
+    words: list[str] = []
+    start = depth = 0
+    for found in re.finditer(r"[\[\],]", whole):
+        depth += (found[0] == "[") - (found[0] == "]")
+        if found[0] == "," and depth == 0:
+            words.append(whole[start : found.start()].strip())
+            start = found.end()
     if depth:
-        raise TopologyError(f"{text.strip()[:60]!r} has a bracket that is not closed; end it with ]")
-    return [word.strip() for word in words]
+        raise TopologyError(f"{whole[:60]!r} has a bracket that is not closed; end it with ]")
+    return [*words, whole[start:].strip()]
 
 
-def _numbers(part: str, word: str) -> list[str]:
+def _numbers(part: str, word: str, most: int) -> list[str]:
+    """The numbers in a bracket, of which there may be ``most``."""
     found: list[str] = []
     for piece in part[1:-1].split(","):
         match = _RANGE.fullmatch(piece.strip())
@@ -74,10 +85,14 @@ def _numbers(part: str, word: str) -> list[str]:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise TopologyError(f"{word[:60]!r}: the range {piece[:40]} runs backwards")
-        if int(last) - int(first) >= MOST_NAMES:
-            raise TopologyError(f"{word[:60]!r} makes more than {MOST_NAMES} names; look at its ranges")
+        if len(found) + int(last) - int(first) >= most:
+            raise _too_many(word)
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
+
+
+def _too_many(word: str) -> TopologyError:
+    return TopologyError(f"{word[:60]!r} makes more than {MOST_NAMES} names; look at its ranges")
 
 
 def folded(names: Sequence[str]) -> str:

@@ -6,8 +6,11 @@
     SwitchName=leaf2 Nodes=node[05-08]            BlockName=rack2 Nodes=node[19-36]
     SwitchName=spine Switches=leaf[1-2]           BlockSizes=18
 
-A topology.yaml holds several of these by name; one is taken. NVIDIA's topograph writes both files. LinkSpeed has no
-unit (Slurm does not use it), and BlockSizes are for the scheduler, so neither is taken over; a note says so.
+A topology.yaml holds several of these by name; one is taken. NVIDIA's topograph writes both files. ``scontrol show
+topology`` prints the first with more keys (Level, BlockIndex, BlockSize), lists all nodes below a switch beside its
+switches, and adds lines of aggregated blocks: a node is on the lowest switch that names it. LinkSpeed has no unit
+(Slurm does not use it), and block sizes and aggregated blocks are for the scheduler, so none is taken over; a note says
+so.
 """
 
 from __future__ import annotations
@@ -16,18 +19,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from topoplan.clusters.named_nodes import NodeNetwork
+from topoplan.clusters.named_nodes import DEEPEST, NodeNetwork
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.slurm.hostlist import by_number, expand
 from topoplan.formats.slurm.yaml_subset import read_yaml
 
-_CONF = re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes)[ \t]*=")
+_CONF = re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*=")
 _YAML = re.compile(r"(?m)^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:")
 _PAIR = re.compile(r"([A-Za-z]+)=(\S+)")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 _CONF_KEYS = {
-    "switchname": ("switches", "nodes", "linkspeed"),
-    "blockname": ("nodes",),
+    "switchname": ("switches", "nodes", "linkspeed", "level"),
+    "blockname": ("nodes", "blockindex", "blocksize"),
+    "aggregatedblock": ("nodes", "blockindex", "blocksize"),
     "blocksizes": (),
 }
 _YAML_KEYS = {
@@ -41,7 +46,15 @@ _YAML_KEYS = {
 ALL_NODES = "ALL"
 """What Slurm reads as all its nodes, and not as the name of one."""
 
+NO_NODES = "(null)"
+"""What scontrol prints for a list without a node."""
+
+MOST_NAMES = 1 << 19
+"""Most names in one file: more is a slip of the keyboard."""
+
 LINK_SPEED = "LinkSpeed has no unit and is not used; --oversubscription says how wide uplinks are"
+
+AGGREGATED = "aggregated blocks are for Slurm's scheduler and are not used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,7 @@ def _from_conf(text: str) -> NodeNetwork:
     switches: list[_Part] = []
     blocks: list[_Part] = []
     notes: list[str] = []
+    names = 0
     for number, line in _joined_lines(text):
         where = f"line {number}"
         given: dict[str, str] = {}
@@ -117,23 +131,34 @@ def _from_conf(text: str) -> NodeNetwork:
             if match is None:
                 raise TopologyError(f"{where}: {word[:60]!r} is no Key=value, such as Nodes=node[01-04]")
             if match[1].lower() in given:
-                raise TopologyError(f"{where}: {match[1]} stands there twice; write it once")
+                raise TopologyError(f"{where}: {match[1][:60]} stands there twice; write it once")
             given[match[1].lower()] = match[2]
             written[match[1].lower()] = match[1]
         kind = next(iter(given))
         if kind not in _CONF_KEYS:
             raise TopologyError(
-                f"{where} begins with {written[kind]}; a line begins with SwitchName, BlockName or BlockSizes"
+                f"{where} begins with {written[kind][:60]}; a line begins with SwitchName, BlockName or BlockSizes"
             )
         for key in list(given)[1:]:
             if key not in _CONF_KEYS[kind]:
                 raise TopologyError(
-                    f"{where}: {written[key]} does not belong to {written[kind]}; leave it out, or correct its name"
+                    f"{where}: {written[key][:60]} does not belong to {written[kind]}; leave it out, or correct "
+                    "its name"
                 )
         if kind == "blocksizes":
             _check_sizes(given[kind].split(","), where)
             continue
+        for key in ("level", "blockindex", "blocksize"):
+            if key in given and not _NUMBER.fullmatch(given[key]):
+                raise TopologyError(f"{where}: {written[key]} {given[key][:30]!r} is no whole number")
+        if kind == "aggregatedblock":
+            notes.append(AGGREGATED)
+            continue
+        if given.get("nodes") == NO_NODES and "switches" not in given:
+            notes.append(f"{given[kind][:60]} has no nodes and is left out")
+            continue
         part = _part(given[kind], given.get("switches"), given.get("nodes"), where)
+        names = _counted_names(names, part)
         (switches if kind == "switchname" else blocks).append(part)
         if "linkspeed" in given:
             notes.append(LINK_SPEED)
@@ -144,22 +169,30 @@ def _from_conf(text: str) -> NodeNetwork:
     return _network(switches or blocks, blocks=bool(blocks), notes=notes)
 
 
+def _counted_names(names: int, part: _Part) -> int:
+    """The number of names so far and of a part; too many are refused."""
+    names += len(part.children) + len(part.nodes)
+    if names > MOST_NAMES:
+        raise TopologyError(f"{part.where}: the file makes more than {MOST_NAMES} names; look at its ranges")
+    return names
+
+
 def _joined_lines(text: str) -> list[tuple[int, str]]:
     """Lines without comments; one that ends with a backslash goes on in the next."""
     found: list[tuple[int, str]] = []
-    begun: tuple[int, str] | None = None
+    begun: list[str] = []
+    first = 0
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.split("#", 1)[0].rstrip()
-        if begun:
-            line = f"{begun[1]} {line}"
-        first = begun[0] if begun else number
-        begun = None
+        first = first if begun else number
+        begun.append(line.removesuffix("\\"))
         if line.endswith("\\"):
-            begun = (first, line[:-1])
-        elif line.strip():
-            found.append((first, line))
+            continue
+        if joined := " ".join(begun).strip():
+            found.append((first, joined))
+        begun = []
     if begun:
-        raise TopologyError(f"line {begun[0]} goes on in a next one that is not there: the file has been cut")
+        raise TopologyError(f"line {first} goes on in a next one that is not there: the file has been cut")
     return found
 
 
@@ -173,7 +206,7 @@ def _part(name: str, children: str | None, nodes: str | None, where: str) -> _Pa
         )
     try:
         names = expand(name)
-        lists = [expand(text) if text is not None else () for text in (children, nodes)]
+        lists = [() if text in (None, NO_NODES) else expand(text) for text in (children, nodes)]
     except TopologyError as error:
         raise TopologyError(f"{where}: {error}") from None
     if len(names) != 1:
@@ -206,8 +239,25 @@ def _network(parts: Sequence[_Part], *, blocks: bool, notes: Sequence[str]) -> N
         above += [
             (part.name, parent) for parent in parents.get(part.name, [""] if part.name not in placed else [])
         ]
-    nodes = [(node, part.name) for part in parts for node in part.nodes]
+    homes: dict[str, list[str]] = {}
+    for part in parts:
+        for node in part.nodes:
+            homes.setdefault(node, []).append(part.name)
+    nodes = [(node, home) for node, named in homes.items() for home in _lowest(named, parents)]
     return NodeNetwork("", tuple(above), tuple(nodes), blocks, tuple(dict.fromkeys(notes)))
+
+
+def _lowest(named: Sequence[str], parents: Mapping[str, Sequence[str]]) -> list[str]:
+    """The switches that name a node without those that are above another one of them."""
+    if len(named) == 1:
+        return list(named)
+    higher: set[str] = set()
+    for switch in named:
+        way = [switch]
+        while len(way) <= DEEPEST and (up := parents.get(way[-1])):
+            way.append(up[0])
+        higher.update(way[1:])
+    return [switch for switch in named if switch not in higher] or list(named)
 
 
 def _from_yaml(text: str, which: str) -> NodeNetwork:
@@ -246,6 +296,7 @@ def _from_yaml(text: str, which: str) -> NodeNetwork:
             f"{where} lists no {'blocks' if blocks else 'switches'}; the file may have been cut"
         )
     parts = []
+    names = 0
     for number, item in enumerate(listed):
         keys = _keys(item, "blocks" if blocks else "switch", f"{where}: entry {number}")
         own = keys.get("block" if blocks else "switch")
@@ -255,7 +306,8 @@ def _from_yaml(text: str, which: str) -> NodeNetwork:
                 f"{where}: entry {number} needs a name, and its nodes or children as a text such as node[01-04]"
             )
         children, nodes = (text if isinstance(text, str) else None for text in texts)
-        parts.append(_part(own, children, nodes, f"{where}: {own}"))
+        parts.append(_part(own, children, nodes, f"{where}: {own[:60]}"))
+        names = _counted_names(names, parts[-1])
         notes += [LINK_SPEED] if "linkspeed" in keys else []
     return _network(parts, blocks=blocks, notes=notes)
 
@@ -267,5 +319,5 @@ def _keys(item: object, kind: str, where: str) -> Mapping[str, object]:
     found = {str(key).lower().replace("_", ""): value for key, value in item.items()}
     for key in found:
         if key not in _YAML_KEYS[kind]:
-            raise TopologyError(f"{where}: key {key} is unknown; use {', '.join(_YAML_KEYS[kind])}")
+            raise TopologyError(f"{where}: key {key[:60]} is unknown; use {', '.join(_YAML_KEYS[kind])}")
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from topoplan.errors import TopologyError
 
-_KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_ -]*?)\s*:(?:\s+(.*))?")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_ -]*")
 _QUOTED = re.compile(r"\"([^\"\\]*)\"|'([^']*)'")
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _DEEPEST = 50
@@ -85,7 +85,7 @@ class _Reader:
         found: list[object] = []
         while (line := self._here(indent)) is not None and _is_item(line.text):
             rest = line.text[1:].lstrip()
-            if rest and (_KEY.fullmatch(rest) or _is_item(rest)):
+            if rest and (_key_and_value(rest) or _is_item(rest)):
                 inner = indent + len(line.text) - len(rest)
                 self._lines[self.at] = _Line(line.number, inner, rest)
                 found.append(self.block(inner, depth + 1))
@@ -100,14 +100,14 @@ class _Reader:
     def _mapping(self, indent: int, depth: int) -> dict[str, object]:
         found: dict[str, object] = {}
         while (line := self._here(indent)) is not None and not _is_item(line.text):
-            match = _KEY.fullmatch(line.text)
-            if match is None:
+            pair = _key_and_value(line.text)
+            if pair is None:
                 raise TopologyError(
                     f"line {line.number}: {line.text[:60]!r} is no key with a value, such as nodes: n1"
                 )
-            key, value = match[1], match[2]
+            key, value = pair
             if key in found:
-                raise TopologyError(f"line {line.number}: key {key} stands there twice; write it once")
+                raise TopologyError(f"line {line.number}: key {key[:60]} stands there twice; write it once")
             self.at += 1
             found[key] = _scalar(value, line.number) if value else self._below(indent, depth, same=True)
         return found
@@ -120,6 +120,15 @@ class _Reader:
         if line.indent > indent or (same and line.indent == indent and _is_item(line.text)):
             return self.block(line.indent, depth + 1)
         return None
+
+
+def _key_and_value(text: str) -> tuple[str, str] | None:
+    """The key that a line begins with, and what follows its colon; None where there is none."""
+    before, colon, value = text.partition(":")
+    key = before.rstrip()
+    if not colon or not _KEY.fullmatch(key) or (value and not value[0].isspace()):
+        return None
+    return key, value.strip()
 
 
 def _is_item(text: str) -> bool:
