@@ -275,7 +275,7 @@ class NcclBackend(OneRank):
                 use_device(cupy, settings["device"])
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 raise UsageError(
-                    f"GPU {settings['device']} cannot be used: {error}; look at its processes and its compute mode with "
+                    f"GPU {settings['device']} cannot be used: {error}; look at its processes and compute mode with "
                     "nvidia-smi, and at LOCAL_RANK and CUDA_VISIBLE_DEVICES"
                 ) from None
             return cls(cupy, world, timeout=timeout, **settings)
