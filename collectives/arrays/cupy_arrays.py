@@ -127,7 +127,7 @@ class CupyArrays:
         if found.device.id != self.device:
             raise UsageError(
                 f"rank {rank} has an {what} on GPU {found.device.id} and its back end is on GPU {self.device}; "
-                f"make the array inside `with cupy.cuda.Device({self.device})`"
+                f"call cupy.cuda.Device({self.device}).use() in this thread before the array is made"
             )
         if found.dtype.name not in ELEMENTS:
             raise UsageError(

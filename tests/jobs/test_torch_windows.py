@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from collectives import Communicator  # noqa: E402
 from collectives.arrays.torch_arrays import TorchArrays  # noqa: E402
 from collectives.backends.nccl.backend import NcclBackend  # noqa: E402
-from collectives.backends.torch import members  # noqa: E402
+from collectives.backends.torch import members, open_group  # noqa: E402
 from tests.support.fake_streams import Machine  # noqa: E402
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by  # noqa: E402
 from tests.support.gpu_ranks import cupy, floats, machine, outcome  # noqa: E402
@@ -177,3 +177,35 @@ def test_engines_are_agreed_on_before_anything_is_made() -> None:
         agreed("fast", "fast")
     with pytest.raises(UsageError, match="no GPUs, which engines are for; leave engine='windows' out"):
         agreed("windows", "windows", ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("told", "visible", "device"),
+    [({"LOCAL_RANK": "5"}, 1, 0), ({"LOCAL_RANK": "5"}, 8, 5), ({}, 4, 2), ({"LOCAL_RANK": "5"}, 4, 1)],
+)
+def test_a_process_that_sees_fewer_gpus_than_the_host_has_takes_one_of_those(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], visible: int, device: int
+) -> None:
+    """As with a GPU for each task, where every process calls its own 0."""
+    chosen: list[int] = []
+
+    def nobody(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no other rank")
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in {
+        "RANK": "6",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        **told,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", nobody)
+    with pytest.raises(BackendError, match="did not find each other"):
+        open_group.make_group(timeout=1.0)
+    assert chosen == [device]

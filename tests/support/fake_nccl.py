@@ -435,7 +435,8 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
             comm.windows.append(address)
             self.known = comm.world.windows.setdefault(self.number, {})
             self.known[comm.rank] = address
-            comm.connecting = lambda: len(self.known) == comm.world.size
+            if machine.windows[0]:  # else NCCL says at once that it has none
+                comm.connecting = lambda: len(self.known) == comm.world.size
 
         @property
         def handle(self) -> int:

@@ -271,7 +271,13 @@ class NcclBackend(OneRank):
         world, local = _world(environment, timeout)
         try:
             settings: dict[str, Any] = {"device": local % cupy.cuda.runtime.getDeviceCount(), **options}
-            use_device(cupy, settings["device"])
+            try:
+                use_device(cupy, settings["device"])
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise UsageError(
+                    f"GPU {settings['device']} cannot be used: {error}; look at its processes and compute mode with "
+                    "nvidia-smi, and at LOCAL_RANK and CUDA_VISIBLE_DEVICES"
+                ) from None
             return cls(cupy, world, timeout=timeout, **settings)
         except BaseException:
             world.close()

@@ -474,6 +474,21 @@ def test_arrays_made_after_the_back_end_are_on_its_gpu_and_no_rank_makes_a_conte
     assert machine.contexts == {1, 2}
 
 
+@pytest.mark.parametrize("options", [{}, {"device": 5}], ids=str)
+def test_a_gpu_that_does_not_take_a_process_is_named_in_one_line(
+    machine: Machine, cupy: ModuleType, options: dict[str, int]
+) -> None:
+    """Another process has it in compute mode EXCLUSIVE_PROCESS, or there is none of this number."""
+    machine.gpus, machine.exclusive = 2, {1}
+    with Rendezvous("127.0.0.1:0", 1) as meeting:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "TOPOPLAN_RENDEZVOUS": meeting.address}
+        number = options.get("device", 1)
+        with pytest.raises(
+            UsageError, match=rf"^GPU {number} cannot be used: cudaError.*; look at .*nvidia-smi"
+        ):
+            NcclBackend.from_environment(environment=place, **options)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("one_each", [False, True], ids=["all GPUs", "one GPU each"])
 def test_processes_of_a_launcher_work_on_a_gpu_each_and_on_no_other(
