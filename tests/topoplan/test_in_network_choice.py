@@ -11,7 +11,9 @@ import pytest
 import topoplan
 from tests.support.checkout import Run
 from tests.support.matrices import uniform_matrix
+from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.errors import TopologyError, UsageError
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.in_network import CHOICES, fully_used, with_in_network
 from topoplan.plans import Plan
 from topoplan.topology import Topology
@@ -130,14 +132,15 @@ def bare(machine: Topology, **gpu: object) -> Topology:
 def test_nvswitches_are_marked_by_the_generation_of_their_gpus(
     name: str, gpu: dict[str, object], able: bool
 ) -> None:
-    """In every text and graph that is read, and in clusters of it."""
+    """One by one and in clusters; topology JSON is read as it stands, and its bound is no false one all the same."""
     machine = bare(topoplan.load(name), **gpu)
-    read = [topoplan.load(machine.to_json()), topoplan.load(machine.to_networkx())]
-    cluster = topoplan.cluster([topoplan.Server(read[0], count=2)], nic_gbps=400)
-    for one in (*read, cluster):
+    cluster = topoplan.cluster([topoplan.Server(machine, count=2)], nic_gbps=400)
+    for one in map(with_capable, (machine, cluster)):
         switches = [device for device in one.devices if device.kind == "nvswitch"]
         assert switches
         assert all(device.capable == (("multicast", "reduce") if able else ()) for device in switches)
+    assert topoplan.load(machine.to_json()) == machine
+    assert (in_network_bound(topoplan.plan(machine)) is not None) is able
 
 
 @pytest.mark.parametrize(("code", "able"), [("NV18", True), ("NV12", False)])
