@@ -11,10 +11,12 @@ import pytest
 import topoplan
 from tests.support.checkout import Run
 from tests.support.matrices import uniform_matrix
+from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.errors import TopologyError, UsageError
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.in_network import CHOICES, fully_used, with_in_network
 from topoplan.plans import Plan
-from topoplan.topology import Topology
+from topoplan.topology import Topology, facts
 
 
 @pytest.mark.parametrize("which", sorted(CHOICES))
@@ -106,10 +108,10 @@ def test_both_rates_of_nvls_are_told(run: Run, name: str, rate: float, team: flo
     assert "team_wide" not in json.loads(run("plan", name, "--json")[1])
 
 
-def bare(machine: Topology, **gpu: object) -> Topology:
+def bare(machine: Topology, *, model: str = "", sm: str = "") -> Topology:
     """The machine as one writes it down who says nothing of its NVSwitches, with what is said of its GPUs."""
     devices = (
-        replace(one, capable=(), **({"model": "", "facts": ()} | gpu if one.kind == "gpu" else {}))
+        replace(one, model=model, facts=facts(sm=sm)) if one.kind == "gpu" else replace(one, capable=())
         for one in machine.devices
     )
     return replace(machine, devices=tuple(devices))
@@ -120,7 +122,7 @@ def bare(machine: Topology, **gpu: object) -> Topology:
     [
         ("dgx-h100", {}, True),  # 18 NVLinks
         ("dgx-h100", {"model": "NVIDIA H20"}, True),
-        ("dgx-b200", {"facts": (("sm", "100"),)}, True),
+        ("dgx-b200", {"sm": "100"}, True),
         ("dgx-a100", {}, False),
         ("dgx-a100", {"model": "NVIDIA H800"}, True),
         ("dgx-a100", {"model": "NVIDIA A800-SXM4-80GB"}, False),
@@ -128,16 +130,17 @@ def bare(machine: Topology, **gpu: object) -> Topology:
     ],
 )
 def test_nvswitches_are_marked_by_the_generation_of_their_gpus(
-    name: str, gpu: dict[str, object], able: bool
+    name: str, gpu: dict[str, str], able: bool
 ) -> None:
-    """In every text and graph that is read, and in clusters of it."""
+    """One by one and in clusters; topology JSON is read as it stands, and its bound is no false one all the same."""
     machine = bare(topoplan.load(name), **gpu)
-    read = [topoplan.load(machine.to_json()), topoplan.load(machine.to_networkx())]
-    cluster = topoplan.cluster([topoplan.Server(read[0], count=2)], nic_gbps=400)
-    for one in (*read, cluster):
+    cluster = topoplan.cluster([topoplan.Server(machine, count=2)], nic_gbps=400)
+    for one in map(with_capable, (machine, cluster)):
         switches = [device for device in one.devices if device.kind == "nvswitch"]
         assert switches
         assert all(device.capable == (("multicast", "reduce") if able else ()) for device in switches)
+    assert topoplan.load(machine.to_json()) == machine
+    assert (in_network_bound(topoplan.plan(machine)) is not None) is able
 
 
 @pytest.mark.parametrize(("code", "able"), [("NV18", True), ("NV12", False)])

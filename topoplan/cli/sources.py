@@ -16,6 +16,7 @@ from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import library, load, load_text, read_text
 from topoplan.formats.slurm.hostlist import expand
 from topoplan.formats.topology_json import decode_json
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.in_network import with_in_network
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
@@ -56,7 +57,7 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
     described = overlaid(options, topology)
-    whole = as_cluster(options, described, gpus=used)
+    whole = with_capable(as_cluster(options, described, gpus=used))
     which = getattr(options, "in_network", None)
     machine = damaged(options, whole if which is None else with_in_network(whole, which))
     return replace(machine, described=described)

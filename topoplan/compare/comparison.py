@@ -18,6 +18,7 @@ from topoplan.compare.allocations import MOST_LISTED, AllocationClass, allocatio
 from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
@@ -98,7 +99,7 @@ def compare(
     nccl = rivals.get(best)
     over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
-    able = fully_used(topology)
+    able = fully_used(with_capable(topology))
     idle = _idle_switches(topology, able, trees)
     helped = None
     if idle:

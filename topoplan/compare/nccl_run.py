@@ -16,6 +16,7 @@ from topoplan.compare.logged_ranks import gpus_of, numbered_by_bus_id
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.formats.nccl_logs.debug_log import Communicator, Connection, NcclLog, via_kind
 from topoplan.formats.nccl_logs.perf_runs import LoggedRank
+from topoplan.hosts.gpu_identity import with_capable
 from topoplan.in_network import fully_used
 from topoplan.schedules.nccl.channels import Order, chain_rate, ring_bandwidth
 from topoplan.schedules.nccl.paths import NcclPaths
@@ -250,7 +251,7 @@ def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
     hosts = {rank.host for one in log.communicators for rank in one.ranks.values()}
     # one server needs no network
     nics = [device.name for device in machine.devices if device.kind == "nic" and len(hosts) != 1]
-    able = [device for device in fully_used(machine).devices if device.kind == "nvswitch"]
+    able = [device for device in fully_used(with_capable(machine)).devices if device.kind == "nvswitch"]
     for told in log.told:
         if told.kind == "no ib device" and nics:
             yield Finding(

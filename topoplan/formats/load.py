@@ -86,7 +86,6 @@ def load(
         _check_no_rates(
             rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
         )
-        machine = with_capable(machine) if machine is not source else machine
         return machine if merge is None else merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
     return load_text(
@@ -185,7 +184,7 @@ def _read_machine(
             raise TopologyError(f"the content is empty; give {_FORMATS}")
         if start == "{":
             _check_no_rates(rates, "topology JSON")
-            return with_capable(_from_json(text, folder, single))
+            return _from_json(text, folder, single)
         if start == "<":
             topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology

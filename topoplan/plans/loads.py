@@ -58,7 +58,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
                 rank=edge.child,
             )
         crossed.append(number)
-    foreign = fabric.transit.foreign(edge.route) if len(edge.route) > 3 else None
+    foreign = fabric.transit.foreign(edge.route) if len(edge.route) > 2 else None
     if foreign is not None:
         raise PlanError(
             f"the route {'-'.join(edge.route)} of edge {edge.parent}->{edge.child} passes {foreign} of server "
