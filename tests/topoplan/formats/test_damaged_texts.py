@@ -6,25 +6,16 @@ the reader's tests are.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from tests.bench.mutations import outcome
 from tests.support.text_readers import Reader, readers
 
-every = cache(readers)
 
-
-@pytest.mark.parametrize("reader", every(), ids=lambda reader: reader.name)
-def test_whole_texts_are_taken(reader: Reader) -> None:
-    """So that a mutation damages something."""
+@pytest.mark.parametrize("reader", readers(), ids=lambda reader: reader.name)
+@pytest.mark.parametrize("number", [5, pytest.param(200, marks=pytest.mark.thorough)])
+def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:
+    """The same texts in every run; whole ones are taken, so that a mutation damages something."""
     for text in reader.texts:
         reader.read(text)
-
-
-@pytest.mark.parametrize("reader", every(), ids=lambda reader: reader.name)
-@pytest.mark.parametrize("number", [20, pytest.param(300, marks=pytest.mark.thorough)])
-def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:
-    """The same texts in every run."""
     assert outcome(reader, range(number)).tracebacks == {}
