@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import topoplan
 from collectives.backends.tcp.wires import parse_wires
@@ -29,6 +30,7 @@ from topoplan.cli.main import main
 from topoplan.cli.sources import host_names, parse_claimed_plan, read_demand, read_trees
 from topoplan.clusters.named_nodes import cluster_of_nodes
 from topoplan.clusters.regular import fabric_named
+from topoplan.compare import nccl_run
 from topoplan.errors import UsageError
 from topoplan.export.nccl.given_bus_ids import parse_bus_ids
 from topoplan.export.nccl.tuner import parse_label
@@ -137,25 +139,25 @@ def _from_file(read: Callable[[str], object]) -> Callable[[str], object]:
 
 
 def _explained(*machine: str) -> Callable[[str], object]:
-    """Return what runs ``topoplan explain`` on a text; bounds of one machine are worked out once in a process."""
+    """Return what runs ``topoplan explain``, as a table or as JSON; bounds are worked out once in a process."""
 
     def run(path: str) -> None:
-        known = explain.reachable
-        explain.reachable = _reachable  # type: ignore[assignment]
-        try:
-            for form in ((), ("--json",)):
-                told = io.StringIO()
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
-                    status = main(["explain", path, "--machine", *machine, *form])
-                if status:
-                    raise UsageError(told.getvalue())
-        finally:
-            explain.reachable = known
+        form = ("--json",) if os.path.getsize(path) % 2 else ()
+        told = io.StringIO()
+        with (
+            patch.object(explain, "reachable", _reachable),
+            patch.object(nccl_run, "nccl_ring", _nccl_ring),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(told),
+        ):
+            status = main(["explain", path, "--machine", *machine, *form])
+        if status:
+            raise UsageError(told.getvalue())
 
     return _from_file(run)
 
 
-_reachable = cache(explain.reachable)
+_reachable, _nccl_ring = cache(explain.reachable), cache(nccl_run.nccl_ring)
 
 
 def _nodes(text: str) -> object:
