@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import topoplan
 from collectives.backends.tcp.wires import parse_wires
@@ -29,6 +30,7 @@ from topoplan.cli.main import main
 from topoplan.cli.sources import host_names, parse_claimed_plan, read_demand, read_trees
 from topoplan.clusters.named_nodes import cluster_of_nodes
 from topoplan.clusters.regular import fabric_named
+from topoplan.compare import nccl_run
 from topoplan.errors import UsageError
 from topoplan.export.nccl.given_bus_ids import parse_bus_ids
 from topoplan.export.nccl.tuner import parse_label
@@ -56,43 +58,46 @@ class Reader:
     Parameters
     ----------
     name : str
-    texts : tuple of str
-        Whole ones, which it takes.
+    made : tuple of str, or function
+        Its texts, or what makes them; a few are made by planning.
     read : function of a str
     """
 
     name: str
-    texts: tuple[str, ...]
+    made: tuple[str, ...] | Callable[[], tuple[str, ...]]
     read: Callable[[str], object]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Whole texts, which it takes."""
+        return self.made if isinstance(self.made, tuple) else self.made()
 
 
 def readers() -> tuple[Reader, ...]:
-    """Return every reader with its texts; a few of the texts are made by planning."""
+    """Return every reader."""
     return (
-        Reader("topology JSON", _topology_texts(), _machine),
+        Reader("topology JSON", _topology_texts, _machine),
         Reader("cluster JSON", CLUSTERS, _machine),
-        Reader("nvidia-smi topo -m", (as_text(read_library("dgx-1v")), NICS, UNEVEN), _machine),
+        Reader("nvidia-smi topo -m", lambda: (as_text(read_library("dgx-1v")), NICS, UNEVEN), _machine),
         Reader(
             "nvidia-smi nvlink",
-            _nvlink_texts(),
+            _nvlink_texts,
             lambda text: overlay(topoplan.load("dgx-1v"), _text(text) + "\n"),
         ),
         Reader("rocm-smi", (ROCM, AMD), _machine),
-        Reader("NCCL topology XML", _xml_texts(), _machine),
+        Reader("NCCL topology XML", _xml_texts, _machine),
         Reader("Slurm's topology", SLURM, _nodes),
         Reader(
             "host list", ("node[01-08,12],login", "a1-b[2-3]-c[04-06]"), lambda text: host_names(_text(text))
         ),
-        Reader("nccl-tests text", _perf_texts(), _explained("dgx-1v")),
+        Reader("nccl-tests text", _perf_texts, _explained("dgx-1v")),
         Reader("nccl-tests JSON", PERF_JSON, _explained("dgx-1v")),
         Reader("topoplan bench", BENCH, _explained("dgx-1v")),
-        Reader(
-            "NCCL_DEBUG=INFO", _debug_texts(), _explained("dgx-1v", "--servers", "2", "--nic-gbps", "100")
-        ),
+        Reader("NCCL_DEBUG=INFO", _debug_texts, _explained("dgx-1v", "--servers", "2", "--nic-gbps", "100")),
         Reader("pair results", PAIRS, lambda text: parse_results(_text(text))),
         Reader("bus ids", (BUS_IDS,), lambda text: parse_bus_ids(_text(text))),
-        Reader("plan files", _plan_texts(), _plans),
-        Reader("engines' files", _engine_texts(), _engine_file),
+        Reader("plan files", _plan_texts, _plans),
+        Reader("engines' files", _engine_texts, _engine_file),
         Reader("jobs", (JOBS,), lambda text: read_jobs(_text(text))),
         Reader("user-defined trees", TREES, _trees),
         Reader("demand", ('{"bytes": [[0, 5, 1], [7, 0, 2.5], [1, 1, 0]]}',), _from_file(read_demand)),
@@ -134,21 +139,25 @@ def _from_file(read: Callable[[str], object]) -> Callable[[str], object]:
 
 
 def _explained(*machine: str) -> Callable[[str], object]:
-    """Return what runs ``topoplan explain`` on a text; bounds of one machine are worked out once in a process."""
+    """Return what runs ``topoplan explain``, as a table or as JSON; bounds are worked out once in a process."""
 
     def run(path: str) -> None:
-        explain.reachable = _reachable  # type: ignore[attr-defined]
-        for form in ((), ("--json",)):
-            told = io.StringIO()
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
-                status = main(["explain", path, "--machine", *machine, *form])
-            if status:
-                raise UsageError(told.getvalue())
+        form = ("--json",) if os.path.getsize(path) % 2 else ()
+        told = io.StringIO()
+        with (
+            patch.object(explain, "reachable", _reachable),
+            patch.object(nccl_run, "nccl_ring", _nccl_ring),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(told),
+        ):
+            status = main(["explain", path, "--machine", *machine, *form])
+        if status:
+            raise UsageError(told.getvalue())
 
     return _from_file(run)
 
 
-_reachable = cache(explain.reachable)
+_reachable, _nccl_ring = cache(explain.reachable), cache(nccl_run.nccl_ring)
 
 
 def _nodes(text: str) -> object:
@@ -195,20 +204,24 @@ def _options(text: str) -> object:
     raise UsageError(told or "no value")
 
 
+@cache
 def _topology_texts() -> tuple[str, ...]:
     return tuple(json.dumps(read_library(name)) for name in (SMALL, "mi250"))
 
 
+@cache
 def _nvlink_texts() -> tuple[str, ...]:
     listings = Listings(topoplan.load("dgx-1v"), dead=[("gpu0", "gpu1", 0)])
     return (listings.status(), listings.remotes(), listings.status() + listings.remotes())
 
 
+@cache
 def _xml_texts() -> tuple[str, ...]:
     wires = {(0, 1): 2, (0, 2): 1, (1, 3): 1, (2, 3): 2}
     return (nccl_texts.machine(4, wires, nics=2), nccl_texts.machine(4, {}, switched=6))
 
 
+@cache
 def _perf_texts() -> tuple[str, ...]:
     sizes = [1 << 10, 1 << 20, 1 << 30]
     four = (("node1", range(4)),)
@@ -220,11 +233,13 @@ def _perf_texts() -> tuple[str, ...]:
     )
 
 
+@cache
 def _debug_texts() -> tuple[str, ...]:
     sparse = "\n".join(line for line in without_peers().text().splitlines() if "Ring" not in line)
     return (replace(healthy(), repeat=1).text(), over_sockets().text(), sparse)
 
 
+@cache
 def _plan_texts() -> tuple[str, ...]:
     """Return a plan, plans by size, plans for failures and plans of a mesh."""
     path = str(_file())
@@ -242,6 +257,7 @@ def _plan_texts() -> tuple[str, ...]:
     return tuple(made)
 
 
+@cache
 def _engine_texts() -> tuple[str, ...]:
     path, made = str(_file()), []
     with contextlib.redirect_stdout(io.StringIO()):

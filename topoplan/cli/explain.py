@@ -220,7 +220,8 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
     lines = [f"NCCL {nccl.log.version or 'of a version that its log does not say'}"]
     if one is not None:
         gpus = f", on GPUs {number_ranges(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
-        shown = counted(one.channels or len(one.rings), "channel")
+        count = one.channels or len(one.rings)
+        shown = counted(count, "channel") if count else "number of channels not logged"
         nvls = f", {one.nvls_channels} for NVLS" if one.nvls_channels else ""
         ranks = counted(one.size, "rank") if one.size else "ranks of unknown number"
         lines[0] += f": {ranks}{gpus}, {shown}{nvls}"

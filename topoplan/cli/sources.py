@@ -13,7 +13,7 @@ from topoplan.cli.arguments import first_given
 from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import library, load, load_text, read_text
+from topoplan.formats.load import decode_log, library, load, load_text, read_text
 from topoplan.formats.slurm.hostlist import expand
 from topoplan.formats.topology_json import decode_json
 from topoplan.hosts.gpu_identity import with_capable
@@ -177,7 +177,7 @@ def read_log(path: str) -> str:
         It cannot be read, is empty, or is no text.
     """
     try:
-        text = read_text(path, "give what the test printed")
+        text = read_text(path, "give what the test printed", decode=decode_log)
     except TopologyError:
         raise UsageError(f"{_where(path)} is binary, not text; give what the test printed") from None
     if not text.strip():

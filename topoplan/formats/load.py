@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -292,8 +292,12 @@ def _unknown(path: str) -> str:
     )
 
 
-def read_text(path: str, give: str = "give another file") -> str:
+def read_text(
+    path: str, give: str = "give another file", *, decode: Callable[[bytes], str] | None = None
+) -> str:
     """The text of a file, or of stdin for ``-``; ``give`` ends the message where it cannot be read.
+
+    ``decode`` is `decode_text` where it is None.
 
     Raises
     ------
@@ -312,7 +316,7 @@ def read_text(path: str, give: str = "give another file") -> str:
             f"{where} cannot be read: {getattr(error, 'strerror', None) or error}; {give}"
         ) from None
     try:
-        return decode_text(content)
+        return (decode or decode_text)(content)
     except TopologyError as error:
         raise TopologyError(f"{where}: {error}") from None
 
@@ -338,6 +342,36 @@ def decode_text(content: bytes) -> str:
     if "\0" in text:
         raise TopologyError(f"the content is binary, not text; give {_FORMATS}")
     return text
+
+
+def decode_log(content: bytes) -> str:
+    """Return the text of a log, as `decode_text`, but with stray bytes replaced and runs of NUL taken out.
+
+    Processes that write at once leave cut characters, rotation and shared file systems leave NULs, and PowerShell may
+    write UTF-16 without a mark.
+
+    Raises
+    ------
+    TopologyError
+        More than one byte in ten is none of a text.
+
+    Examples
+    --------
+    >>> decode_log(b"a\\0\\0\\xffb, and many other letters"), decode_log("n1".encode("utf-16-le"))
+    ('a\ufffdb, and many other letters', 'n1')
+    """
+    try:
+        return decode_text(content)
+    except TopologyError as error:
+        for place, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+            half = content[place::2]
+            if half and half.count(0) > 0.9 * len(half):
+                return content.decode(encoding, errors="replace").lstrip("\ufeff")
+        text = content.replace(b"\0", b"").decode("utf-8", errors="replace")
+        stray = sum(text.count(chr(code)) for code in (*range(7), 0xFFFD))
+        if not text or stray > len(text) / 10:
+            raise error from None
+        return text
 
 
 def _from_json(text: str, folder: str, single: bool) -> Topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,26 @@ def test_json_has_a_row_for_every_size_with_the_promised_keys(run: Run, log: Pat
     assert last["of_best"] == pytest.approx(last["algbw"] / 450, abs=1e-4)
     assert "450 GB/s leave {gpu0}" in last["links"]
     assert last["in_place"]["busbw"] > last["busbw"]
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        lambda text: text.encode("utf-16"),
+        lambda text: text.encode("utf-16-le"),
+        lambda text: b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+        lambda text: text.replace("# Using", "# caf\xe9 \0\0\0\n# Using").encode("latin-1"),
+    ],
+    ids=["UTF-16", "UTF-16 without a mark", "UTF-8 with a mark", "stray bytes"],
+)
+def test_logs_in_any_encoding_are_read(run: Run, log: Path, encoded: Callable[[str], bytes]) -> None:
+    """As PowerShell, editors, and processes that write at once leave them."""
+    log.write_bytes(encoded(log.read_text()))
+    status, out, err = run("explain", str(log), "--machine", "dgx-a100", "--json")
+    assert (status, err) == (0, "")
+    assert [row["size"] for row in json.loads(out)["rows"]] == [1 << 10, 1 << 20, 1 << 30]
+    log.write_bytes(bytes(range(256)) * 40)
+    assert "is binary, not text" in run("explain", str(log), "--machine", "dgx-a100")[2]
 
 
 def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path) -> None:

@@ -144,7 +144,8 @@ def test_json_lines_of_rccl_tests_are_runs() -> None:
         rccl(1024, 0, redop="max"),
         rccl(1024, 0, name="AllGather"),
     ]
-    for text in ("\n".join(lines), "starting\n" + "\n".join(f"0: {line}" for line in lines)):
+    labelled = "starting\n" + "\n".join(f"0: {line}" for line in lines)
+    for text in ("\n".join(lines), labelled, f"[{','.join(lines)}]"):
         first, second, third = parse_perf_runs(text)
         assert [(row.size, row.in_place is not None) for row in first.rows] == [(1024, True), (4096, False)]
         assert (first.collective, first.stated, first.warnings) == ("allreduce", 4, ())

@@ -6,6 +6,7 @@ the file of a run that was killed lacks its closing brackets: it is read up to i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,12 @@ def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
     >>> parse_perf_runs('{"some": "other file"}'), parse_perf_runs("some other text")
     ((), ())
     """
-    if not text.lstrip("\ufeff \t\r\n").startswith("{"):
+    start = text.lstrip("\ufeff \t\r\n")
+    if start.startswith("[") and '"busBw"' in text:
+        # rccl-tests may put its rows into one list
+        with contextlib.suppress(ValueError, RecursionError):
+            text = "\n".join(map(json.dumps, json.loads(start)))
+    if not start.startswith("{"):
         return parse_perf_text(text)
     found: list[PerfRun] = []
     for value, cut in _objects(text):
