@@ -285,8 +285,8 @@ def _unknown(path: str) -> str:
     near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     return (
-        f"no machine {path[:200]!r} in the library, and no such file; {hint}the library has {', '.join(names)}, and networks "
-        f"by parameters are {', '.join(FORMS)}"
+        f"no machine {path[:200]!r} in the library, and no such file; {hint}the library has {', '.join(names)}, and "
+        f"networks by parameters are {', '.join(FORMS)}"
     )
 
 
