@@ -127,7 +127,8 @@ def run(options: argparse.Namespace) -> int:
     check_target(options.output, "-o")
     machine = read_machine(options)
     topology, gpus = machine.whole, machine.allocation(options.gpus)
-    results, told = None, ()
+    results = None
+    told: tuple[str, ...] = ()
     if options.results is not None:
         text = _text(options.results)
         try:

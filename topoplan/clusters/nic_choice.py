@@ -21,12 +21,12 @@ _CHOICE = re.compile(
     r"(\^?)(=?)([A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?(?:,[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?)*)"
 )
 
-KINDS = ("PIX", "PXB", "PHB", "SYS")
-"""Kinds of paths between a NIC and a GPU, nearest first; NCCL has no NODE, which is PHB to it."""
-
 
 def path_kind(machine: Topology, path: Sequence[str]) -> int:
-    """Return the place in `KINDS` of a path from a NIC to a GPU; 0 where nothing is known to lie between them."""
+    """Return how far a NIC and a GPU are apart: 0 for PIX, 1 for PXB, 2 for PHB and NODE (one to NCCL), 3 for SYS.
+
+    An empty path, of which nothing is known, is 0.
+    """
     kinds = [machine.device(name).kind for name in path[1:-1]]
     if "cpu" in kinds:
         return 2 if kinds.count("cpu") == 1 else 3

@@ -355,6 +355,8 @@ def test_a_plan_with_two_routes_between_two_ranks_uses_the_wire_of_each(tmp_path
 
 BAD_WIRES = [
     ("{", "is not JSON"),
+    ("[" * 100_000, "nested too deep"),
+    ('{"format": ' + "9" * 5000 + "}", "an integer has too many digits"),
     ('{"format": "topoplan.plan/1"}', "its format must be 'topoplan.wires/1'"),
     ('{"format": "topoplan.wires/1"}', "wires is no list"),
     ([7], "wire 0 is no object"),

@@ -232,3 +232,10 @@ def test_random_text_is_refused(text: str) -> None:
     """And by a TopologyError only."""
     with pytest.raises(TopologyError):
         parse_nvlink_status(text)
+
+
+@pytest.mark.parametrize("part", ["\n", "#\n", "GPU 0:\n", " ", "Link 0:"])
+def test_long_texts_without_a_listing_are_refused(part: str) -> None:
+    """In time that grows with their length: the square of the blank lines before."""
+    with pytest.raises(TopologyError):
+        parse_nvlink_status(part * 50_000)

@@ -119,6 +119,8 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
         ("SwitchName=a Nodes=n[" + "0-65535," * 9999 + "1]", "makes more than 65536 names"),
         ("\n".join(f"SwitchName=s{i} Nodes=n[0-65535]" for i in range(9)), "the file makes more than 524288 names"),
         ("SwitchName=a Nodes=n" + "1" * 5000, "has more than 255 characters"),
+        ("- topology: x\n  a" + " " * 200_000 + "b", "is no key with a value"),
+        ("SwitchName=a Nodes=n1 " + "\\\n" * 200_000, "goes on in a next one that is not there"),
         (
             "\n".join(f"SwitchName=s{i} Switches=s{i + 1}" for i in range(99)) + "\nSwitchName=s99 Nodes=n",
             "more than 64 switches are above switch s",

@@ -40,6 +40,9 @@ _ACCESS = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
 MOST_DEVICES = 512
 """Most columns of a table, which has their square of cells."""
 
+LONGEST_NAME = 80
+"""Characters of the longest name of a column."""
+
 _LONGEST_RUN = 4096
 """Characters of the longest word that is taken for a run of cells."""
 
@@ -170,7 +173,7 @@ def _headers(lines: Sequence[str]) -> list[_Head]:
             continue
         end = next((i for i, token in enumerate(tokens) if token in _AFTER_DEVICES), len(tokens))
         columns = tuple(tokens[:end])
-        if not columns:
+        if not columns or max(map(len, columns)) > LONGEST_NAME:
             continue
         head = _Head(number, columns, tuple(_AFFINITY_COLUMN.findall(" ".join(tokens[end:]))), split)
         below = lines[number + 1].split(None, 1)[0] if number + 1 < len(lines) else ""

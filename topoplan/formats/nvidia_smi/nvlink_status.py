@@ -179,7 +179,7 @@ def lines_of(sections: list[Section], listing: str) -> Iterator[tuple[int, State
         yield from section.tables[listing].items()
 
 
-_MATRIX = re.compile(r"(?m)^\W*GPU\d+\s+(?:X|GPU\d+|NV\d+|SYS|NODE|PHB|PXB|PIX)\b")
+_MATRIX = re.compile(r"(?m)^[^\w\n]*GPU\d+\s+(?:X|GPU\d+|NV\d+|SYS|NODE|PHB|PXB|PIX)\b")
 
 
 @dataclass(frozen=True, slots=True)

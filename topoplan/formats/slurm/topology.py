@@ -274,7 +274,7 @@ def _from_yaml(text: str, which: str) -> NodeNetwork:
     name, one = next(
         (pair for pair in wanted if str(pair[1].get("clusterdefault")).lower() == "true"), wanted[0]
     )
-    where = f"topology {name}"
+    where = f"topology {name[:60]}"
     kinds = [kind for kind in ("tree", "block", "flat") if kind in one]
     if len(kinds) != 1:
         raise TopologyError(
