@@ -2,7 +2,10 @@
 
 ``sum``, ``prod``, ``min`` and ``max`` are numpy's; integers wrap around and NaN wins in min and max. ``avg``
 is the sum divided by the number of ranks, in the arrays' own dtype; on integers it truncates towards zero, as
-NCCL's. Truth values have min (and) and max (or) only; complex numbers have no order, so no min and max.
+NCCL's. Values of float16 and bfloat16 are divided by the number of ranks before they are added up, and rounded to their
+type, as by torch's DDP: their average is finite where all of them are, as far as rounding goes. What is below the
+smallest normal number times the number of ranks loses bits. A sum of wider floats that is beyond their type is infinite,
+and one of integers wraps around, before it is divided. Truth values have min (and) and max (or) only; complex numbers have no order, so no min and max.
 """
 
 from __future__ import annotations

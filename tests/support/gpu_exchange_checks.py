@@ -122,16 +122,16 @@ def check_operation(cupy: Any, dtype: str, op: str) -> None:
 
 
 def check_bfloat16(cupy: Any, bfloat16: Any, op: str) -> None:
-    """bfloat16 is rounded after every join, in one of the orders that three ranks have; averages at the end."""
+    """bfloat16 is rounded after every join, in one of the orders that three ranks have; averages divide before."""
     plan: Plan = forest_plan(3, "allreduce", "star", root=0)
     bits = [special("bfloat16", 501, np.random.default_rng(rank)) for rank in range(3)]
     with Communicator(plan, "loopback-gpu") as comm:
         results = comm.all_reduce([cupy.asarray(one.view(bfloat16)) for one in bits], op=op)
     lines = [result.get().view(np.uint16) for result in results]
     assert all(np.array_equal(line, lines[0]) for line in lines), f"ranks differ in {op}"
-    orders = [joined("bfloat16", op, bits[a], [bits[b], bits[c]]) for a, b, c in permutations(range(3))]
     if op == "avg":
-        orders = [averaged("bfloat16", line, 3) for line in orders]
+        bits = [averaged("bfloat16", line, 3) for line in bits]
+    orders = [joined("bfloat16", op, bits[a], [bits[b], bits[c]]) for a, b, c in permutations(range(3))]
     alike = [_alike(lines[0], line) for line in orders]
     assert np.any(alike, axis=0).all(), f"{op} of bfloat16 has bits of no order"
 
