@@ -28,8 +28,11 @@ AVERAGED = ("float32", "float64", "complex64", "complex128")
 """Types whose averages a back end may divide itself: numpy divides them alike wherever they are."""
 
 DIVIDED_FIRST = ("float16", "bfloat16")
-"""Types whose averages are sums of what every rank has divided by the number of ranks before: a sum of as many values of
-16 bits may be too large for their type where the average is not. A back end adds these up as they come."""
+"""Types whose averages are sums of values that each rank has divided by the number of ranks.
+
+A sum of values of 16 bits may be beyond their type where the average is not. The communicator divides them; a back end
+adds them up as they come.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -308,9 +308,7 @@ class Execution(Generic[Array]):
         first = request.inputs[0]
         lines = [library.line(one) for one in request.inputs]
         if divides_first(kind):
-            lines = [
-                self._divided(line, rank) for rank, line in zip(self.backend.ranks, lines, strict=True)
-            ]
+            lines = [self._divided(line, rank) for rank, line in zip(self.backend.ranks, lines, strict=True)]
         totals = [library.empty((kind.count,), first) for _ in lines]
         told = kind.op if request.about is None else f"{kind.op} {request.about}"
         self._exchanges[key.digest].run(
