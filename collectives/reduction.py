@@ -5,8 +5,8 @@ min (and) and max (or) only; complex numbers have no order, so no min and max.
 
 ``avg`` has the same bits on all back ends:
 
-- float16, bfloat16: each value is divided by the number of ranks, rounded to its type, and added up, as torch's DDP does
-  it. An average of finite values is finite, but for the rounding of those near the largest number. Values below the
+- float16, bfloat16: each value is divided by the number of ranks, rounded to its type, and added up, as by DDP.
+  An average of finite values is finite, but for the rounding of those near the largest number. Values below the
   smallest normal number times the number of ranks lose bits.
 - wider floats and complex numbers: the sum is divided by the number of ranks; it is infinite beyond their type.
 - integers: the sum, which wraps around, is divided and truncated towards zero, as by NCCL.

@@ -379,9 +379,9 @@ class HookState:
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
         says what is lost, with counts. A state that an earlier release saved (without a format) is taken for that of
-        gradients with the loss scale of now: restore the scaler first. Where DDP's buckets are others than then, a later
-        warning of the first steps says so of what was kept of them, and without ``parameters`` of all that is known by
-        numbers.
+        gradients with the loss scale of now: restore the scaler first. Where DDP's buckets are others than then, a
+        later warning of the first steps says so of what was kept of them, and without ``parameters`` of all that is
+        known by numbers.
 
         Raises
         ------

@@ -18,6 +18,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,8 @@ class InStepAverager(Averager):
         elif how.density is None:
             told = async_op or comm.on_failure == "shrink"
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=told))
+            if (memory := self._memory) is not None:
+                handle = handle.then(partial(self._looked_at, memory))
             plan = comm.plan_for("allreduce", nbytes)
             told_of = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
@@ -323,6 +326,13 @@ class InStepAverager(Averager):
         super().end_step()
         if (memory := self._memory) is not None:
             memory.end_step()
+
+    def _looked_at(self, memory: KeptMemory, averages: Any) -> Any:
+        """Averages that travelled whole in a step in which others may be filtered."""
+        library = self.communicator.arrays
+        one = averages if self.communicator.one_rank else averages[0]
+        memory.look_at(library.values(one), library.dtype(one))
+        return averages
 
     def settle(self) -> None:
         """See `Averager.settle`."""

@@ -51,6 +51,20 @@ def test_two_ranks_end_bit_for_bit_where_they_end_by_torchs_own_allreduce(two: T
         assert len(one["dense"]) == 6
 
 
+def test_a_step_that_overflows_on_one_rank_is_left_out_by_all_and_by_nothing_that_is_kept(two: Told) -> None:
+    first, second = (one["scaled"] for one in two)
+    for name, found in first.items():
+        assert found["left out"] == [3, 7], name
+        assert found["scale"] == first["torch"]["scale"], name
+        assert found["values"] == second[name]["values"], name
+        assert found["finite"], name
+        assert second[name]["finite"], name
+        assert (
+            max(abs(a - b) for a, b in zip(found["values"], first["torch"]["values"], strict=True)) < 0.3
+        ), name
+    assert first["dense"]["values"] == first["torch"]["values"]
+
+
 def test_four_ranks_end_within_1e_12_of_torchs_own_allreduce(four: Told) -> None:
     assert all(how["furthest"] < 1e-12 for one in four for how in one["dense"].values())
 
