@@ -140,6 +140,20 @@ def test_a_nan_shows_on_all_ranks_and_changes_nothing_on_a_gpu(fake: Fake) -> No
             assert np.array_equal(one["residual"], other["residual"])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_is_kept_on_a_gpu_follows_the_loss_scale(fake: Fake, momentum: float) -> None:
+    cupy, _ = fake
+    how: Any = {"density": 0.02, "exchange": "pairs", "momentum": momentum}
+    with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
+        for step, scale in zip(steps_of("pairs", count=3), (1024.0, 1024.0, 3.0), strict=True):
+            given = [gradient * np.float32(scale) for gradient in step.gradients]
+            wanted_sums = one.sparse_all_reduce(given, loss_scale=scale, **how)
+            sums = other.sparse_all_reduce([cupy.asarray(array) for array in given], loss_scale=scale, **how)
+            assert all(np.array_equal(a.get(), b) for a, b in zip(sums, wanted_sums, strict=True))
+        for a, b in zip(one.sparse_state()[""], other.sparse_state()[""], strict=True):
+            assert np.array_equal(a["residual"], b["residual"])
+
+
 def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake) -> None:
     cupy, _ = fake
     first, second = (step.gradients for step in steps_of("tree", count=2))
