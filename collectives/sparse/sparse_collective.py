@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from collectives.sparse.sparse_request import SparseRequest
 from collectives.sparse.tree_exchange import TreeExchange
 from topoplan.errors import UsageError
 from topoplan.plans.tree import shard_bounds
-
-if TYPE_CHECKING:
-    pass
 
 LINES = ("residual", "velocity")
 """What of a residual's state are arrays."""

@@ -212,7 +212,7 @@ class HookState:
         fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
         how = settings() if alone else agreed_settings(settings, gather, fails)
         self.mode, scale = how.mode, LossScale(loss_scale)
-        self.loss_scale = scale
+        self._loss_scale = scale
         self.recorder = watch(Recorder("hook", ranks=self.size))
         verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
@@ -397,7 +397,7 @@ class HookState:
         gather = gather_by(self.group) if comm is None else comm.gather_texts
         check_all(gather, lambda: self._check_state(state))
         if "format" not in state:
-            state = in_units_of_one(state, self.loss_scale())
+            state = in_units_of_one(state, self._loss_scale())
         velocities, filters = state["velocities"], state.get("filters", NOTHING)
         kept = {
             int(number): Kept(
@@ -457,7 +457,8 @@ class HookState:
     def finish(self, step: Callable[[], object] | None = None) -> None:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
+        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers and without a
+        loss scale; then, and with
         `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with ``on_failure="shrink"``
         they are so when no rank that is left has more steps than another one. All ranks must call it. Training may go
         on afterwards.

@@ -462,7 +462,7 @@ class GradientSynchronizer:
             )
         rest = None
         if stale:
-            left, scale = self._averager.finish(), self._averager.scale
+            left, scale = self._averager.finish(), self._averager.loss_scale()
             rest = self._exchange.rest({key: one if scale == 1 else one * scale for key, one in left.items()})
             if use is not None:
                 use(rest)
