@@ -435,6 +435,25 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_all_buckets_as_
     )
 
 
+def test_entries_that_wait_while_the_loss_scale_halves_arrive_as_they_were_given() -> None:
+    """8 to 1 at a scale of 1024, an eighth of the entries in a step, and nothing more to speak of at 512."""
+    first, later = np.arange(8, 0, -1, dtype=np.float32), np.full(8, 1e-6, np.float32)
+    scale, delivered = [1024.0], np.zeros(8)
+    like = [[first]] * 2
+    with GradientSynchronizer(
+        like,
+        forest_plan(2, "allreduce", "chain"),
+        backend="loopback",
+        density=1 / 8,
+        loss_scale=lambda: scale[0],
+    ) as synchronizer:
+        for step in range(8):
+            ((average,), _) = synchronizer.step([[(later if step else first) * np.float32(scale[0])]] * 2)
+            delivered += average / scale[0]
+            scale[0] = 512.0
+    np.testing.assert_allclose(delivered, first, atol=1e-4)
+
+
 @pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
 def test_what_is_kept_is_delivered_whatever_the_loss_scale_becomes(how: str) -> None:
     """Averages over the scale of their step, and what a checkpoint holds, are those of a run without a scale."""
