@@ -458,10 +458,9 @@ class HookState:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
         With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers and without a
-        loss scale; then, and with
-        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with ``on_failure="shrink"``
-        they are so when no rank that is left has more steps than another one. All ranks must call it. Training may go
-        on afterwards.
+        loss scale; then, and with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already;
+        with ``on_failure="shrink"`` they are so when no rank that is left has more steps than another one. All ranks
+        must call it. Training may go on afterwards.
 
         Parameters
         ----------
