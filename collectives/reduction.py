@@ -1,8 +1,15 @@
 """Reduction operators on numpy arrays: which exist, for which dtypes, and what they mean.
 
-``sum``, ``prod``, ``min`` and ``max`` are numpy's; integers wrap around and NaN wins in min and max. ``avg``
-is the sum divided by the number of ranks, in the arrays' own dtype; on integers it truncates towards zero, as
-NCCL's. Truth values have min (and) and max (or) only; complex numbers have no order, so no min and max.
+``sum``, ``prod``, ``min`` and ``max`` are numpy's; integers wrap around and NaN wins in min and max. Truth values have
+min (and) and max (or) only; complex numbers have no order, so no min and max.
+
+``avg`` has the same bits on all back ends:
+
+- float16, bfloat16: each value is divided by the number of ranks, rounded to its type, and added up, as by DDP.
+  An average of finite values is finite, but for the rounding of those near the largest number. Values below the
+  smallest normal number times the number of ranks lose bits.
+- wider floats and complex numbers: the sum is divided by the number of ranks; it is infinite beyond their type.
+- integers: the sum, which wraps around, is divided and truncated towards zero, as by NCCL.
 """
 
 from __future__ import annotations
@@ -39,6 +46,9 @@ DTYPE_KINDS = {
 
 BFLOAT16 = "bfloat16"
 """A float that numpy has from the package ml_dtypes; for numpy its kind is none of these."""
+
+LIMITS = {"float16": 65520.0, BFLOAT16: float.fromhex("0x1.ffp127")}
+"""Magnitudes from which on a number is infinite when it is rounded to a type of 16 bits."""
 
 
 def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:

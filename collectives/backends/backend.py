@@ -24,8 +24,15 @@ Array = TypeVar("Array")
 LONGEST_TIMEOUT = 100_000
 """Seconds, more than a day; waits of the systems, some of them for multiples of it, end at 2**31 milliseconds."""
 
-AVERAGED = ("float16", "float32", "float64", "complex64", "complex128")
+AVERAGED = ("float32", "float64", "complex64", "complex128")
 """Types whose averages a back end may divide itself: numpy divides them alike wherever they are."""
+
+DIVIDED_FIRST = ("float16", "bfloat16")
+"""Types whose averages are sums of values that each rank has divided by the number of ranks.
+
+A sum of values of 16 bits may be beyond their type where the average is not. The communicator divides them; a back end
+adds them up as they come.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +82,7 @@ class Call(Generic[Array]):
         What all ranks must agree on before the first byte moves.
     op : str or None
         Reduction (sum, prod, min, max, or avg: added up here, and divided by the communicator unless the back end
-        `averages`); None where data is copied.
+        `averages`, or divided before in `DIVIDED_FIRST` types); None where data is copied.
     dtype : str
         numpy's name of the elements' type.
     itemsize : int

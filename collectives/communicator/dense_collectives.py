@@ -51,7 +51,8 @@ class DenseCollectives(ABC):
         ----------
         arrays : array of any shape; with several ranks in this process a list of one per rank
         op : str
-            sum, prod, min, max or avg.
+            sum, prod, min, max or avg. Values of 16-bit floats are divided by the number of ranks before they are added
+            up for avg, others after it (`collectives.reduction`).
         out : as ``arrays``
         async_op : bool
             Return at once, with a `Handle`.

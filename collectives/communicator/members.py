@@ -426,8 +426,10 @@ class Members:
                 key: [_nothing(listed[0]) if place is None else listed[place] for place in places]
                 for key, listed in self._sparse.state().items()
             }
-            self._sparse = SparseCollective(self.execution)
+            before, self._sparse = self._sparse, SparseCollective(self.execution)
             self._sparse.restore(state)
+            if self._one_rank:
+                self._sparse.follow(before)
 
     def _come_since(self, before: Collection[int]) -> tuple[int, ...]:
         """Ranks at seats that were empty."""

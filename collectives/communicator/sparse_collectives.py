@@ -41,6 +41,7 @@ class SparseCollectives(ABC):
         momentum: float = 0.0,
         exchange: str = "auto",
         wire: WireFormat | None = None,
+        loss_scale: float = 1.0,
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
@@ -66,18 +67,23 @@ class SparseCollectives(ABC):
         wire : WireFormat, optional
             How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
             they are.
+        loss_scale : float
+            By which the gradients were multiplied, the same on all ranks: what was kept in an earlier call is
+            multiplied by the new loss scale over that of then.
         out : as ``gradients``
         async_op : bool
             Return at once, with a `Handle`.
 
         Returns
         -------
-        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks.
+        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks. If a gradient is not finite on some
+        rank, neither is the result, on all ranks, in at least one element; the residuals are then what they were
+        before the call, on all ranks.
 
         Raises
         ------
         UsageError
-            An argument does not fit, or a gradient holds NaN. The residuals are what they were.
+            An argument does not fit. The residuals are what they were.
         BackendError
             Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
             unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
@@ -94,6 +100,7 @@ class SparseCollectives(ABC):
                 op=op,
                 key=key,
                 momentum=momentum,
+                loss_scale=loss_scale,
             )
         except UsageError as error:
             self.refuse(str(error))
@@ -139,8 +146,29 @@ class SparseCollectives(ABC):
             sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire)
         )
 
+    def end_sparse_step(self, keys: Collection[str]) -> bool:
+        """Go back with the residuals of some keys to before their last call if the sum of one was not finite.
+
+        For the end of a training step that exchanges several gradients: it is left out as a whole. Nothing is
+        exchanged, since all ranks have the same sums.
+
+        Parameters
+        ----------
+        keys : collection of str
+            Those of the step's calls, which have ended.
+
+        Returns
+        -------
+        bool
+            Whether all sums were finite.
+        """
+        return self._in_order.run(lambda: self._members.sparse.end_step(keys))
+
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
-        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
+        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint.
+
+        In units of a loss scale of 1.
+        """
         return self._in_order.run(self._members.sparse.state)
 
     def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:

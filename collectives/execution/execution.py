@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import (
     AVERAGED,
+    DIVIDED_FIRST,
     Backend,
     Call,
     GathersTexts,
@@ -153,7 +154,7 @@ class Execution(Generic[Array]):
         self.failure: BackendError | None = None
         asked = os.environ.get(DEBUG, "0")
         self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
-        self._staging: dict[tuple[int, str], Array] = {}
+        self._staging: dict[tuple[int, str, str], Array] = {}
         self._lowered: dict[Kind, tuple[PlanKey, TransferTable, Signature]] = {}
         self._repeats = isinstance(backend, Repeats) and not self._tells
         self._gives = backend if isinstance(backend, GivesMemory) else None
@@ -176,6 +177,8 @@ class Execution(Generic[Array]):
                 return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
+        if divides_first(kind):
+            memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
         if self.backend.direct or self._gives:
             memory = set_apart(memory, library)
         agreed = signature.of_call(self._calls)
@@ -304,6 +307,8 @@ class Execution(Generic[Array]):
             _keep(self._exchanges, key.digest, Exchanges(key.plan))
         first = request.inputs[0]
         lines = [library.line(one) for one in request.inputs]
+        if divides_first(kind):
+            lines = [self._divided(line, rank) for rank, line in zip(self.backend.ranks, lines, strict=True)]
         totals = [library.empty((kind.count,), first) for _ in lines]
         told = kind.op if request.about is None else f"{kind.op} {request.about}"
         self._exchanges[key.digest].run(
@@ -318,7 +323,7 @@ class Execution(Generic[Array]):
         )
         results = []
         for total, output in zip(totals, request.outputs, strict=True):
-            if kind.op == "avg":
+            if kind.op == "avg" and not divides_first(kind):
                 library.divide(total, self.backend.size)
             result = library.shaped(total, kind.shape)
             if output is not None:
@@ -522,10 +527,22 @@ class Execution(Generic[Array]):
             return False
         return self.backend.direct or (self._gives is not None and self._gives.writes(output))
 
-    def _room(self, rank: int, elements: int, like: Array) -> Array:
-        """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
+    def _divided(self, line: Array, rank: int) -> Array:
+        """What a rank gives to an average, divided by the number of ranks, in memory of our own."""
         library = self.backend.arrays
-        key = (rank, library.dtype(like))
+        (elements,) = library.shape(line)
+        divided = library.part(self._room(rank, elements, line, "given"), 0, elements)
+        library.copy(divided, line)
+        library.divide(divided, self.backend.size)
+        return divided
+
+    def _room(self, rank: int, elements: int, like: Array, use: str = "result") -> Array:
+        """Memory for a result that is copied to the caller's array when it is complete; kept between calls.
+
+        Also for what is given to a collective in place of the caller's array.
+        """
+        library = self.backend.arrays
+        key = (rank, library.dtype(like), use)
         if key not in self._staging or library.shape(self._staging[key])[0] < elements:
             self._staging[key] = library.empty((elements,), like)
         return self._staging[key]
@@ -533,9 +550,11 @@ class Execution(Generic[Array]):
     def _finished(self, request: Request[Array], one: RankArrays[Array], output: Array | None) -> Array:
         """The result in its shape, in the caller's array where he gave one."""
         library = self.backend.arrays
-        if request.kind.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
+        kind = request.kind
+        divided = divides_first(kind) or (self.backend.averages and kind.dtype in AVERAGED)
+        if kind.op == "avg" and not divided:
             library.divide(one.result, self.backend.size)
-        result = library.shaped(one.result, request.kind.shape)
+        result = library.shaped(one.result, kind.shape)
         if output is None:
             return result
         if not self._into(output):
@@ -579,6 +598,11 @@ class Execution(Generic[Array]):
     def _check_alive(self) -> None:
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
+
+
+def divides_first(kind: Kind) -> bool:
+    """Whether ranks divide what they give to a collective before it is added up (`DIVIDED_FIRST`)."""
+    return kind.op == "avg" and kind.dtype in DIVIDED_FIRST
 
 
 def _keep(kept: dict[Key, Value], key: Key, value: Value) -> None:

@@ -134,8 +134,8 @@ def forest_kernel(
 
     Examples
     --------
-    >>> forest_kernel("avg", "float16", 2, averages=True), forest_kernel(None, "complex64", 8)
-    ('forest_avg_float16', 'forest_copy_8')
+    >>> forest_kernel("avg", "float32", 4, averages=True), forest_kernel(None, "complex64", 8)
+    ('forest_avg_float32', 'forest_copy_8')
     """
     if averages and op == "avg":
         return f"{kind}_avg_{dtype}"
@@ -149,10 +149,10 @@ def forest_kernel_names() -> tuple[str, ...]:
     --------
     >>> names = forest_kernel_names()
     >>> len(names), names[0], names[-1]
-    (163, 'forest_max_bfloat16', 'switch_avg_complex128')
+    (160, 'forest_max_bfloat16', 'switch_avg_complex128')
     """
     kernels = [name.removeprefix("join_") for name in kernel_names() if not name.startswith("divide_")]
-    averages = [f"avg_{dtype}" for dtype in ELEMENTS if dtype in ("float16", "float32", "float64")]
+    averages = [f"avg_{dtype}" for dtype in ELEMENTS if dtype in ("float32", "float64")]
     averages += [f"avg_{dtype}" for dtype in ELEMENTS if dtype.startswith("complex")]
     return tuple(
         f"{kind}_{rest}"

@@ -31,6 +31,10 @@ HALVES: dict[str, type[np.integer[Any]]] = {"float16": np.int16, "bfloat16": np.
 """As what compiled loops know gradients that processors do not add."""
 
 
+class NotFinite(UsageError):
+    """A gradient has a NaN, or an infinity where the opposite one is kept."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """What is kept from step to step; the arrays change in place.
@@ -82,7 +86,7 @@ def add_and_take(kept: Kept, gradient: Array, room: Room) -> Entries:
 
     Raises
     ------
-    UsageError
+    NotFinite
         A sum is NaN: then everything is what it was before, but for the rounding of adding and taking away again.
     """
     from collectives.selection.passes import put_back
@@ -168,8 +172,8 @@ def _go_on(kept: Kept, data: Magnitudes, gradient: Array, taken: Entries, stop: 
         _take_back(kept, step, odd, stop)
         place = int(broken[0])
         if np.isnan(step[place]):
-            raise UsageError(f"element {place} of the gradient is NaN; leave this step out, or repair it")
-        raise UsageError(
+            raise NotFinite(f"element {place} of the gradient is NaN; leave this step out, or repair it")
+        raise NotFinite(
             f"element {place} of the gradient is {step[place]}, and what is kept there is {kept.residual[place]}; "
             "leave this step out, or repair them"
         )

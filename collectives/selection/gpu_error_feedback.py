@@ -16,6 +16,7 @@ from collectives.arrays.cupy_arrays import load_cupy
 from collectives.arrays.current_device import on_device
 from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import selection_kernels
+from collectives.selection.accumulation import NotFinite
 from collectives.selection.error_feedback import ErrorFeedback
 from collectives.selection.gpu_addend import Feedback
 from collectives.selection.gpu_entries import add_entries_gpu, zero_entries_gpu
@@ -102,7 +103,7 @@ class GpuErrorFeedback:
             try:
                 passes.select(added)
             except NotANumber:
-                raise UsageError(self._take_back(added)) from None
+                raise NotFinite(self._take_back(added)) from None
             if self.velocity is not None:
                 zero_entries_gpu(self.velocity, passes.indices)
                 cupy.cuda.get_current_stream().synchronize()

@@ -12,7 +12,7 @@ from typing import Any, Generic
 from collectives.arrays.library import ArrayLibrary
 from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages, place_bytes
-from collectives.sparse.residuals import Residuals
+from collectives.sparse.residuals import Residuals, select_from
 
 Gather = Callable[[list[Any]], list[Any]]
 """From messages of one length, one for each rank of this process, to all messages one after another, for each rank."""
@@ -56,7 +56,7 @@ class DenseExchange(Generic[Line]):
         """A line with the gradient and all that was kept."""
         whole = residuals.whole
         residuals.changed()
-        whole.feed(self._arrays.values(line), 0)
+        select_from(whole, self._arrays.values(line), 0, self._arrays)
         everything = self._library.empty(self._library.shape(line), line)
         self._arrays.store(everything, whole.residual)
         whole.residual[...] = 0
@@ -103,7 +103,7 @@ class PairExchange(Generic[Line]):
             for rank, line in gradients.items():
                 residuals[rank].changed()
                 whole = residuals[rank].whole
-                chosen[rank] = whole.feed(arrays.values(line), messages.entries[0])
+                chosen[rank] = select_from(whole, arrays.values(line), messages.entries[0], arrays)
                 sent[rank] = messages.encoded(chosen[rank], 0, rank=rank, step=whole.step)
             gathered = self._gather([self._placed(one.message) for one in sent.values()])
         except BaseException:

@@ -7,6 +7,7 @@ are on the same memory; without CuPy, tensors on a GPU are copied to the process
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -90,11 +91,11 @@ class EntryArrays(Protocol[Line]):
     def rounded(self, target: Line, result: Line) -> None:
         """Put a result into an array of the same shape with fewer bits, each value rounded to the nearest, or even."""
 
-    def first_nan(self, values: Any) -> int | None:
-        """Where the first NaN is; None if there is none."""
+    def bounded(self, values: Any, limit: float = math.inf) -> bool:
+        """Whether all magnitudes are below a limit, and so are finite."""
 
-    def first_infinite(self, values: Any) -> int | None:
-        """Where the first infinity is, of values without NaN; None if there is none."""
+    def shown(self, values: Any) -> Any:
+        """Infinities where values are not finite, zeros elsewhere: new values."""
 
     def nonzero(self, values: Any) -> Entries:
         """The entries of values that are not zero, as copies."""

@@ -7,6 +7,7 @@ message is all indices and then all values, as they lie in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -89,13 +90,13 @@ class GpuEntryArrays:
         """See `EntryArrays.rounded`."""
         target[...] = result
 
-    def first_nan(self, values: Any) -> int | None:
-        """See `EntryArrays.first_nan`."""
-        return self._host.first_nan(values.get()) if np.isnan(_largest(values)) else None
+    def bounded(self, values: Any, limit: float = math.inf) -> bool:
+        """See `EntryArrays.bounded`."""
+        return abs(_largest(values)) < limit
 
-    def first_infinite(self, values: Any) -> int | None:
-        """See `EntryArrays.first_infinite`."""
-        return self._host.first_infinite(values.get()) if np.isinf(_largest(values)) else None
+    def shown(self, values: Any) -> Any:
+        """See `EntryArrays.shown`."""
+        return self._cupy.asarray(self._host.shown(values.get()))
 
     def nonzero(self, values: Any) -> Entries:
         """See `EntryArrays.nonzero`."""

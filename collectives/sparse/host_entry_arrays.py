@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic
@@ -81,17 +82,16 @@ class HostEntryArrays(Generic[Line]):
         with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
             self._library.put(target, self._library.values(result))
 
-    def first_nan(self, values: Array) -> int | None:
-        """See `EntryArrays.first_nan`."""
-        if not values.size or not np.isnan(values.max()):  # the largest is NaN if there is one
-            return None
-        return int(np.flatnonzero(np.isnan(values))[0])
+    def bounded(self, values: Array, limit: float = math.inf) -> bool:
+        """See `EntryArrays.bounded`."""
+        # smallest and largest are NaN if there is one, for which no comparison holds
+        return not values.size or (float(values.min()) > -limit and float(values.max()) < limit)
 
-    def first_infinite(self, values: Array) -> int | None:
-        """See `EntryArrays.first_infinite`."""
-        if not values.size or not (np.isinf(values.max()) or np.isinf(values.min())):
-            return None
-        return int(np.flatnonzero(np.isinf(values))[0])
+    def shown(self, values: Array) -> Array:
+        """See `EntryArrays.shown`."""
+        shown = np.where(np.isfinite(values), values.dtype.type(0), values)
+        shown[np.isnan(shown)] = np.inf
+        return shown
 
     def nonzero(self, values: Array) -> Entries:
         """See `EntryArrays.nonzero`."""

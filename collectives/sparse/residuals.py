@@ -7,10 +7,15 @@ exchanges have left elsewhere, `hand_over` puts into the sum.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.selection.accumulation import NotFinite
 from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
 
 Range = tuple[int, int]
@@ -26,6 +31,7 @@ class Kept:
     velocity: Any
     step: int
     owned: frozenset[Range] | None
+    scale: float
 
 
 class Residuals:
@@ -38,6 +44,11 @@ class Residuals:
         Of which it is.
     fresh : bool
         It is all zero.
+
+    Attributes
+    ----------
+    scale : float
+        The loss scale in whose units residual and velocity are.
 
     Examples
     --------
@@ -58,6 +69,7 @@ class Residuals:
     def __init__(self, whole: Feedback, arrays: EntryArrays[Any], *, fresh: bool) -> None:
         self.whole = whole
         self.arrays = arrays
+        self.scale = 1.0
         self._parts: dict[Range, Feedback] = {}
         self._owned: frozenset[Range] | None = frozenset() if fresh else None
 
@@ -73,12 +85,33 @@ class Residuals:
         self.arrays = arrays
         self._parts.clear()
 
-    def saved(self) -> Kept:
-        """What is kept now, for `restore`."""
+    def rescale(self, scale: float) -> None:
+        """Multiply what is kept so that it is in the units of another loss scale; called where it lies."""
+        factor, whole = scale / self.scale, self.whole
+        if factor != 1:
+            whole.residual *= factor
+            if whole.velocity is not None:
+                whole.velocity *= factor
+        self.scale = scale
+
+    def saved(self, into: Kept | None = None) -> Kept:
+        """What is kept now, for `restore`; in the memory of an earlier one where that fits."""
         whole = self.whole
+
+        def copied(values: Any, memory: Any) -> Any:
+            if type(memory) is not type(values) or memory is None or memory.shape != values.shape:
+                return None if values is None else values.copy()
+            memory[...] = values
+            return memory
+
         with self.arrays.here():
-            velocity = None if whole.velocity is None else whole.velocity.copy()
-            return Kept(whole.residual.copy(), velocity, whole.step, self._owned)
+            return Kept(
+                copied(whole.residual, None if into is None else into.residual),
+                copied(whole.velocity, None if into is None else into.velocity),
+                whole.step,
+                self._owned,
+                self.scale,
+            )
 
     def restore(self, kept: Kept) -> None:
         """Go back to what `saved` gave, of this one or of another of the same size."""
@@ -87,7 +120,7 @@ class Residuals:
             whole.residual[...] = kept.residual
             if whole.velocity is not None:
                 whole.velocity[...] = kept.velocity
-        whole.step = kept.step
+        whole.step, self.scale = kept.step, kept.scale
 
     def part(self, start: int, stop: int) -> Feedback:
         """The feedback of some elements, the same object each time."""
@@ -134,6 +167,30 @@ class Residuals:
             self.changed()
         for (start, stop), entries in handed:
             arrays.add(self.whole.residual[start:stop], entries)
+
+
+def finite_in(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of a residual with zeros where they are not finite, with a warning if there are such."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return values
+    warnings.warn(
+        f"{values.size - np.count_nonzero(finite)} of {values.size} elements of a restored residual are not finite "
+        "and are left out",
+        stacklevel=2,
+    )
+    return np.where(finite, values, values.dtype.type(0))
+
+
+def select_from(feedback: Feedback, values: Any, k: int, arrays: EntryArrays[Any]) -> Entries:
+    """As `Feedback.feed`, also of values that are not finite: an infinity in the place of a NaN goes to all ranks.
+
+    The other values are left out then: what is kept goes back to what it was when the sum has shown it.
+    """
+    try:
+        return feedback.feed(values, k)
+    except NotFinite:
+        return feedback.feed(arrays.shown(values), k)
 
 
 def _between(ranges: Sequence[Range], size: int) -> list[Range]:

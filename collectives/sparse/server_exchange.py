@@ -14,7 +14,7 @@ from typing import Generic
 from collectives.arrays.library import ArrayLibrary
 from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedback, Line
 from collectives.sparse.entry_messages import EntryMessages
-from collectives.sparse.residuals import Handed, Residuals
+from collectives.sparse.residuals import Handed, Residuals, select_from
 from collectives.sparse.round_runner import RoundRunner
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard
@@ -147,7 +147,9 @@ class ServerExchange(Generic[Line]):
                     line = totals[rank] if rank in self._sums[part] else given[rank]
                     summed = self._arrays.values(self._library.part(line, *self._range(part)))
                     feedback = self._feedback(residuals[rank], part)
-                    chosen[rank, part] = feedback.feed(summed, self._messages.entries[part])
+                    chosen[rank, part] = select_from(
+                        feedback, summed, self._messages.entries[part], self._arrays
+                    )
 
     def _exchange(
         self,

@@ -3,34 +3,37 @@
 What a rank does not give stays in its residual (`ErrorFeedback`), one for each key, and so does what rounding on the
 wire takes away. By which exchange entries travel, or whether the whole gradient does, the model decides
 (`explanation`); values are added in an order that all ranks share, so the sums are bit-identical everywhere.
+
+A residual is kept in the units of the loss scale of its last call, and multiplied when the scale changes. A value that
+is not finite takes a place among a rank's entries, so that all ranks see it in the sum; on all of them the residual is
+then what it was before the call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.execution.execution import Execution
 from collectives.execution.request import request
+from collectives.reduction import LIMITS
 from collectives.sparse.dense_and_pairs import DenseExchange, PairExchange
 from collectives.sparse.entry_arrays import EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages, message_bytes, place_bytes
 from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
-from collectives.sparse.residuals import Kept, Residuals
+from collectives.sparse.residuals import Kept, Residuals, finite_in
 from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
 from collectives.sparse.tree_exchange import TreeExchange
 from topoplan.errors import UsageError
 from topoplan.plans.tree import shard_bounds
-
-if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
 
 LINES = ("residual", "velocity")
 """What of a residual's state are arrays."""
@@ -56,6 +59,8 @@ class SparseCollective:
         self._plans = SparsePlans(execution)
         self._arrays: dict[int | None, EntryArrays[Any]] = {}
         self._residuals: dict[str, list[Residuals]] = {}
+        self._before: dict[str, list[Kept]] = {}
+        self._shown: set[str] = set()
         self._explained: dict[tuple[object, ...], Explanation] = {}
 
     def explain(self, asked: SparseRequest) -> Explanation:
@@ -100,21 +105,17 @@ class SparseCollective:
         return self._residuals[key]
 
     def keep(self, asked: SparseRequest, residuals: list[Residuals]) -> None:
-        """Take a gradient of which nothing was given into the residuals, for the next call.
-
-        Raises
-        ------
-        UsageError
-            It holds NaN; the residuals are what they were.
-        """
+        """Take a gradient of which nothing was given into the residuals, for the next call, if it is finite."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here():
-            lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
-            _refuse_nan(arrays, dict(zip(self._execution.backend.ranks, lines, strict=True)))
+            lines = [arrays.values(arrays.widened(one, asked.dtype)) for one in asked.inputs]
+            if not all(map(arrays.bounded, lines)):
+                return
             for one, line in zip(residuals, lines, strict=True):
                 one.follow(arrays)
+                one.rescale(asked.loss_scale)
                 one.changed()
-                one.whole.feed(arrays.values(line), 0)
+                one.whole.feed(line, 0)
 
     def kept(self, asked: SparseRequest) -> list[Kept] | None:
         """Copies of what is kept of a request's key, for `go_back`; None where nothing is yet."""
@@ -132,7 +133,7 @@ class SparseCollective:
     def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: Explanation) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
         arrays = self._arrays_of(asked.inputs[0])
-        with arrays.here():
+        with arrays.here(), np.errstate(all="ignore"):
             for one in residuals:
                 one.follow(arrays)
             return self._run(asked, arrays, residuals, chosen)
@@ -143,27 +144,57 @@ class SparseCollective:
         backend = self._execution.backend
         lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
         gradients = dict(zip(backend.ranks, lines, strict=True))
-        if (
-            len(lines) > 1 or chosen.exchange != "pairs"
-        ):  # else the rank notices it before anything has happened
-            _refuse_nan(arrays, gradients)
-        if asked.wire is not None and asked.wire.values.startswith("fixed"):
-            _refuse_infinite(arrays, gradients, asked.wire)
         exchange = self._exchange(asked, arrays, chosen.exchange)
         kept = dict(zip(backend.ranks, residuals, strict=True))
-        steps = {rank: one.whole.step for rank, one in kept.items()}
-        totals = exchange.run(kept, gradients)
-        for rank, one in kept.items():
-            one.whole.step = steps[rank] + 1
+        earlier: Sequence[Kept | None] = self._before.get(asked.key) or [None] * len(residuals)
+        for one in residuals:
+            one.rescale(asked.loss_scale)
+        before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
+        self._before[asked.key] = before
+        self._shown.discard(asked.key)
+        try:
+            totals = exchange.run(kept, gradients)
+        except BaseException:
+            for one, saved in zip(residuals, before, strict=True):
+                if not arrays.bounded(one.whole.residual):
+                    one.restore(saved)
+            raise
+        for one, saved in zip(residuals, before, strict=True):
+            one.whole.step = saved.step + 1
         results = [self._finished(asked, arrays, place, total) for place, total in enumerate(totals)]
+        limit = LIMITS.get(backend.arrays.dtype(asked.inputs[0]), math.inf)
+        if not arrays.bounded(arrays.values(totals[0]), limit):
+            for one, saved in zip(residuals, before, strict=True):
+                one.restore(saved)
+            self._shown.add(asked.key)
         return results[0] if backend.one_rank else results
+
+    def end_step(self, keys: Collection[str]) -> bool:
+        """Go back with all of some keys to before their last call where the sum of one of them was not finite.
+
+        Returns
+        -------
+        bool
+            Whether all were finite; the same on all ranks, which have the same sums.
+        """
+        if self._shown.isdisjoint(keys):
+            return True
+        self._shown.difference_update(keys)
+        for key in self._before.keys() & self._residuals.keys() & set(keys):
+            for one, saved in zip(self._residuals[key], self._before[key], strict=True):
+                one.restore(saved)
+        return False
+
+    def follow(self, other: SparseCollective) -> None:
+        """Know what another one for the same ranks of this process knows of the step that is not over."""
+        self._before, self._shown = other._before, other._shown
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
         """The residuals of this process's ranks, by key, in numpy arrays."""
         return {key: [_state(one) for one in kept] for key, kept in sorted(self._residuals.items())}
 
     def restore(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of as many ranks.
+        """Go on from a state of as many ranks; what is not finite in it is left out, with a warning.
 
         Raises
         ------
@@ -171,7 +202,14 @@ class SparseCollective:
             It is of another number of ranks; nothing has changed.
         """
         arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
-        self._residuals = {key: self._made(arrays, listed) for key, listed in state.items()}
+        found = {
+            key: [
+                {**one, **{name: finite_in(one[name]) for name in LINES if one[name] is not None}}
+                for one in listed
+            ]
+            for key, listed in state.items()
+        }
+        self._residuals = {key: self._made(arrays, listed) for key, listed in found.items()}
 
     def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """The residuals of some keys, which are then no longer kept: as `state`, but as lines where they lie."""
@@ -305,34 +343,22 @@ class SparseCollective:
         return output
 
 
-def _refuse_nan(arrays: EntryArrays[Any], gradients: Mapping[int, Any]) -> None:
-    for rank, line in gradients.items():
-        place = arrays.first_nan(arrays.values(line))
-        if place is not None:
-            raise UsageError(
-                f"element {place} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
-            )
-
-
-def _refuse_infinite(arrays: EntryArrays[Any], gradients: Mapping[int, Any], wire: WireFormat) -> None:
-    for rank, line in gradients.items():
-        place = arrays.first_infinite(arrays.values(line))
-        if place is not None:
-            raise UsageError(
-                f"element {place} of the gradient is infinite, on rank {rank}, which {wire.values} has no "
-                "form for; send such gradients as float16 or as given"
-            )
-
-
 def _state(residuals: Residuals) -> dict[str, Any]:
+    """The state in units of a loss scale of 1."""
     with residuals.arrays.here():
-        return residuals.whole.state()
+        state, scale = residuals.whole.state(), residuals.scale
+    if scale != 1:
+        for name in LINES:
+            if state[name] is not None:
+                state[name] *= 1 / scale
+    return state
 
 
 def _lines(residuals: Residuals) -> dict[str, Any]:
-    """The state as lines of the back end's arrays, where it lies."""
+    """The state as lines of the back end's arrays, where it lies, in units of a loss scale of 1."""
     whole, arrays = residuals.whole, residuals.arrays
     with arrays.here():
+        residuals.rescale(1.0)
         return {
             "residual": arrays.line(whole.residual),
             "velocity": None if whole.velocity is None else arrays.line(whole.velocity),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +46,7 @@ class SparseRequest:
         Elements of a gradient.
     dtype : str
         In which entries are kept and sent.
-    density, exchange, wire, key, momentum
+    density, exchange, wire, key, momentum, loss_scale
         As `Communicator.sparse_all_reduce` takes them.
     """
 
@@ -59,6 +61,7 @@ class SparseRequest:
     wire: WireFormat | None
     key: str
     momentum: float
+    loss_scale: float
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -77,6 +80,8 @@ class SparseRequest:
         told = f"sparse {self.op} of {self.size} {self.dtype}, {float(self.density)} by {exchange}"
         if self.wire is not None:
             told += f", {self.wire.values} {self.wire.indices}"
+        if self.loss_scale != 1:
+            told += f", loss scale {self.loss_scale:g}"
         return told + (f", key {_in_short(self.key)}" if self.key else "")
 
 
@@ -91,6 +96,7 @@ def sparse_request(
     op: str = "sum",
     key: str = "",
     momentum: float = 0.0,
+    loss_scale: float = 1.0,
 ) -> SparseRequest:
     """Check the arrays of a sparse allreduce.
 
@@ -106,6 +112,10 @@ def sparse_request(
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
     if op not in OPERATIONS:
         raise UsageError(f"a sparse {op!r} is not defined; use {' or '.join(OPERATIONS)}")
+    if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
+        raise UsageError(
+            f"loss_scale must be above 0 and finite, got {loss_scale!r}; give that of the gradients"
+        )
     shape = library.shape(inputs[0])
     outputs = check_outputs(
         [out] if backend.one_rank and out is not None else out,
@@ -119,7 +129,9 @@ def sparse_request(
     for length in shape:
         size *= length
     kept = "float64" if dtype == "float64" else "float32"
-    return SparseRequest(inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum)
+    return SparseRequest(
+        inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum, float(loss_scale)
+    )
 
 
 def _in_short(name: str) -> str:

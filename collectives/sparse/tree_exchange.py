@@ -13,7 +13,7 @@ from typing import Generic
 from collectives.arrays.library import ArrayLibrary
 from collectives.sparse.entry_arrays import Entries, EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages
-from collectives.sparse.residuals import Residuals
+from collectives.sparse.residuals import Residuals, select_from
 from collectives.sparse.round_runner import RoundRunner
 
 Left = tuple[int, int, Entries]
@@ -60,7 +60,9 @@ class TreeExchange(Generic[Line]):
                 values = arrays.values(line)
                 for shard, entries in enumerate(messages.entries):
                     start, stop = messages.borders[shard : shard + 2]
-                    fed[rank, shard] = residuals[rank].part(start, stop).feed(values[start:stop], entries)
+                    fed[rank, shard] = select_from(
+                        residuals[rank].part(start, stop), values[start:stop], entries, arrays
+                    )
             held = dict(fed)
             for number in range(len(self._runner.rounds)):
                 self._round(number, residuals, held, left)

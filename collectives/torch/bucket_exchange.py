@@ -29,7 +29,7 @@ from collectives.training.uneven import Presence
 from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Types in which dense gradients may travel; sparse ones of them are kept, chosen from and sent in float32."""
+"""Types in which dense gradients may travel."""
 
 
 class Bucket(Protocol):
@@ -136,8 +136,6 @@ class BucketExchange:
         averager, step = self._averager, self._averager.recorder.step
         given, op = buffer, "avg"
         if averager.settings.density is not None:
-            if buffer.dtype in NARROW.values():
-                given = buffer.to(torch.float32)
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             idle = self._idle(layout, buffer)
             self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)

@@ -341,6 +341,7 @@ class GoingOnExchange(BucketExchange):
             raise self._failure
         for one in self._held:
             one.wait()
+        self._averager.settle()
         self._behind = self._marked()
 
     def _again(self) -> None:

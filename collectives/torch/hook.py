@@ -26,6 +26,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
 from collectives.peers.error_rounds import check_all
+from collectives.sparse.residuals import finite_in
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
 from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
@@ -33,9 +34,9 @@ from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, 
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import InStepAverager, averager
-from collectives.training.exchange_settings import Density, ExchangeSettings
+from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
 from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import NOTHING, told, warn_of_lost
+from collectives.training.kept_memory import NOTHING, in_units_of_one, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -45,6 +46,10 @@ from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+
+
+FORMAT = "topoplan.hook/2"
+"""Of a checkpoint: what is kept of gradients is in units of a loss scale of 1; earlier states name no format."""
 
 
 class HookState:
@@ -81,6 +86,13 @@ class HookState:
         their bits: 8 or 16.
     significance : Significance or float, optional
         Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+    loss_scale : GradScaler, float or callable, optional
+        What multiplies the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
+        number, or a function that returns it; asked once a step. What ``density``, ``low_rank`` and ``significance``
+        keep of gradients then follows it, late gradients of `SSP` and `ASP` travel without it, and the pull of a
+        proximal `LocalSGD` is multiplied by it. Without it, what was kept at one scale is added to gradients of
+        another. Where an average is not finite, all ranks see that and all that is kept is as before the step, which
+        GradScaler leaves out on all ranks alike.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -151,6 +163,7 @@ class HookState:
         low_rank: LowRank | int | None = None,
         codes: IntegerCodes | int | None = None,
         significance: Significance | float | None = None,
+        loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
@@ -171,6 +184,7 @@ class HookState:
                     "Gossip is for loops that say when parameters have moved, which those of DDP do not; use "
                     "collectives.GradientSynchronizer"
                 )
+            LossScale(loss_scale)
             return ExchangeSettings(
                 density,
                 exchange,
@@ -197,7 +211,8 @@ class HookState:
             )
         fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
         how = settings() if alone else agreed_settings(settings, gather, fails)
-        self.mode = how.mode
+        self.mode, scale = how.mode, LossScale(loss_scale)
+        self._loss_scale = scale
         self.recorder = watch(Recorder("hook", ranks=self.size))
         verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
@@ -213,7 +228,7 @@ class HookState:
             with ExitStack() as on_error:
                 on_error.callback(comm.close)
                 self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
-                within = InStepAverager(comm, how, self.recorder)
+                within = InStepAverager(comm, how, self.recorder, scale)
                 self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
                 log_start(comm, how)
                 on_error.pop_all()
@@ -236,7 +251,7 @@ class HookState:
             )
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
-            within = InStepAverager(comm, how, self.recorder)
+            within = InStepAverager(comm, how, self.recorder, scale)
             in_step = BucketExchange(within, numbers)
             if on_failure == "shrink":
                 if not can_go_on(backend):
@@ -249,7 +264,7 @@ class HookState:
             self.buckets = in_step
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
-                    averager(comm, how, self.recorder, timeout=timeout), in_step, comm
+                    averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale), in_step, comm
                 )
             log_start(comm, how)
             on_error.pop_all()
@@ -340,6 +355,7 @@ class HookState:
         kept = {} if in_step is None else in_step.residuals.by_parameter()
         filters = NOTHING if in_step is None else in_step.averager.filter_state()
         return {
+            "format": FORMAT,
             "rank": self.rank,
             "ranks": self.size,
             "step": self.recorder.step,
@@ -362,8 +378,10 @@ class HookState:
         """Go on from what `state_dict` gave on this rank; all ranks must call it.
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
-        says what is lost, with counts. Where DDP's buckets are others than then, a later warning of the first steps
-        says so of what was kept of them, and without ``parameters`` of all that is known by numbers.
+        says what is lost, with counts. A state that an earlier release saved (without a format) is taken for that of
+        gradients with the loss scale of now: restore the scaler first. Where DDP's buckets are others than then, a
+        later warning of the first steps says so of what was kept of them, and without ``parameters`` of all that is
+        known by numbers.
 
         Raises
         ------
@@ -378,9 +396,13 @@ class HookState:
         comm = self.communicator
         gather = gather_by(self.group) if comm is None else comm.gather_texts
         check_all(gather, lambda: self._check_state(state))
+        if "format" not in state:
+            state = in_units_of_one(state, self._loss_scale())
         velocities, filters = state["velocities"], state.get("filters", NOTHING)
         kept = {
-            int(number): Kept(residual, velocities.get(number)).copy()
+            int(number): Kept(
+                _finite(residual), _finite(velocities[number]) if number in velocities else None
+            ).copy()
             for number, residual in state["residuals"].items()
         }
         in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
@@ -435,10 +457,10 @@ class HookState:
     def finish(self, step: Callable[[], object] | None = None) -> None:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
-        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with ``on_failure="shrink"``
-        they are so when no rank that is left has more steps than another one. All ranks must call it. Training may go
-        on afterwards.
+        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers and without a
+        loss scale; then, and with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already;
+        with ``on_failure="shrink"`` they are so when no rank that is left has more steps than another one. All ranks
+        must call it. Training may go on afterwards.
 
         Parameters
         ----------
@@ -592,6 +614,11 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     if (model := _joined(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)
+
+
+def _finite(line: torch.Tensor) -> torch.Tensor:
+    """See `finite_in`."""
+    return torch.from_numpy(finite_in(line.detach().cpu().numpy()))
 
 
 def _joined(caller: FrameType | None) -> DistributedDataParallel | None:

@@ -239,7 +239,9 @@ class ModeExchange:
             return
         for gradient, one in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if id(one) in self._anchors:
-                gradient.add_(one.detach() - self._anchors[id(one)], alpha=mode.proximal)
+                gradient.add_(
+                    one.detach() - self._anchors[id(one)], alpha=mode.proximal * self._averager.scale
+                )
             else:
                 self._anchors[id(one)] = one.detach().clone()
 

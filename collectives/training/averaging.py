@@ -15,8 +15,10 @@ Gradients are told apart by keys, whose residuals live in the communicator; ever
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from collectives.communicator.handle import Handle
 from collectives.sparse.explanation import Explanation
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
-from collectives.training.exchange_settings import FILTERS, ExchangeSettings
+from collectives.training.exchange_settings import FILTERS, ExchangeSettings, LossScale
 from collectives.training.integer_codes import IntegerCodeExchange
 from collectives.training.kept_memory import NOTHING, KeptMemory, Part, told
 from collectives.training.low_rank import LowRankExchange
@@ -44,6 +46,8 @@ class Averager(ABC):
     ----------
     mode : Mode
     recorder : Recorder
+    loss_scale : LossScale, optional
+        What gradients are multiplied by; what is kept of them is in units of 1.
 
     Attributes
     ----------
@@ -53,10 +57,20 @@ class Averager(ABC):
         How many steps this rank was ahead of the slowest when it had ended one, at most; None where no clocks are kept.
     """
 
-    def __init__(self, mode: Mode, recorder: Recorder) -> None:
+    def __init__(self, mode: Mode, recorder: Recorder, loss_scale: LossScale | None = None) -> None:
         self.mode = mode
         self.recorder = recorder
         self.due = 0
+        self.loss_scale = loss_scale or LossScale()
+        self._scale: float | None = None
+        self._warned = False
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of this step, which is asked for once."""
+        if self._scale is None:
+            self._scale = self.loss_scale()
+        return self._scale
 
     @abstractmethod
     def start(
@@ -99,7 +113,28 @@ class Averager(ABC):
 
     def end_step(self) -> None:
         """All gradients of a step have been waited for."""
+        self.settle()
+        self._scale = None
         self.recorder.end_step()
+
+    def settle(self) -> None:
+        """All gradients of a step are there: where one average is not finite, all is kept as before the step.
+
+        Calling it again before the next step is fine.
+        """
+        return
+
+    def _warn_of_step(self) -> None:
+        """A step with an average that is not finite has changed nothing: once a word if no loss scale is known."""
+        if self._warned or self.loss_scale.given:
+            return
+        self._warned = True
+        warnings.warn(
+            f"gradients of training step {self.recorder.step} are not finite on some rank: the averages show it on all "
+            "ranks, and what is kept of gradients is as before the step, which is to be left out; if a loss scaler "
+            "multiplies gradients, give loss_scale=scaler, so that what is kept follows its scale",
+            stacklevel=3,
+        )
 
     @property
     def gap(self) -> int | None:
@@ -162,6 +197,8 @@ class Averager(ABC):
     def finish(self) -> dict[str, NDArray[Any]]:
         """After the last step: wait for all ranks; what has come late of each key, divided by the number of ranks.
 
+        In units of a loss scale of 1.
+
         Raises
         ------
         BackendError
@@ -182,11 +219,19 @@ class InStepAverager(Averager):
     communicator : Communicator
     settings : ExchangeSettings
     recorder : Recorder
+    loss_scale : LossScale, optional
     """
 
-    def __init__(self, communicator: Communicator, settings: ExchangeSettings, recorder: Recorder) -> None:
-        super().__init__(BSP(), recorder)
+    def __init__(
+        self,
+        communicator: Communicator,
+        settings: ExchangeSettings,
+        recorder: Recorder,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        super().__init__(BSP(), recorder, loss_scale)
         self.communicator = communicator
+        self._keys: set[str] = set()
         self.settings = settings
         self._low_rank = (
             None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
@@ -222,7 +267,9 @@ class InStepAverager(Averager):
         if parts is None:
             parts = (Part(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
-            handle, part = low_rank.start(thin, gradients, parts=parts, op=op, out=out, async_op=async_op)
+            handle, part = low_rank.start(
+                thin, gradients, parts=parts, scale=self.scale, op=op, out=out, async_op=async_op
+            )
             how_told = f"rank {low_rank.settings.rank}"
             told_of: Mapping[str, Any] | None = {"density": part, "how": how_told, "bound": math.inf}
         elif codes is not None:
@@ -231,17 +278,20 @@ class InStepAverager(Averager):
             told_of = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
         elif self._significance is not None:
             handle, part = self._significance.start(
-                key, gradients, parts=parts, op=op, out=out, async_op=async_op
+                key, gradients, parts=parts, scale=self.scale, op=op, out=out, async_op=async_op
             )
             above = f"above {self._significance.settings.threshold:g}"
             told_of = {"density": min(part, 1.0), "how": above, "bound": math.inf}
         elif how.density is None:
             told = async_op or comm.on_failure == "shrink"
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=told))
+            if (memory := self._memory) is not None:
+                handle = handle.then(partial(self._looked_at, memory))
             plan = comm.plan_for("allreduce", nbytes)
             told_of = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
             # first, since it keeps the gradient where ranks cannot agree on how to exchange it
+            self._keys.add(key)
             found = comm.sparse_all_reduce(
                 gradients,
                 density=density,
@@ -250,6 +300,7 @@ class InStepAverager(Averager):
                 momentum=how.momentum,
                 exchange=how.exchange,
                 wire=how.wire,
+                loss_scale=self.scale,
                 out=out,
                 async_op=async_op or comm.on_failure == "shrink",
             )
@@ -275,6 +326,22 @@ class InStepAverager(Averager):
         super().end_step()
         if (memory := self._memory) is not None:
             memory.end_step()
+
+    def _looked_at(self, memory: KeptMemory, averages: Any) -> Any:
+        """Averages that travelled whole in a step in which others may be filtered."""
+        library = self.communicator.arrays
+        one = averages if self.communicator.one_rank else averages[0]
+        memory.look_at(library.values(one), library.dtype(one))
+        return averages
+
+    def settle(self) -> None:
+        """See `Averager.settle`."""
+        memory, keys = self._memory, self._keys
+        finite = memory is None or memory.settle()
+        if keys:
+            finite, self._keys = self.communicator.end_sparse_step(keys), set()
+        if not finite:
+            self._warn_of_step()
 
     @property
     def filters(self) -> bool:
@@ -346,16 +413,33 @@ class StaleAverager(Averager):
         Of the gradients; they travel through the host.
     mode : SSP or ASP
     recorder : Recorder
+    loss_scale : LossScale, optional
+        Of this rank: gradients travel in units of 1, so that ranks may differ in it. With one the gradients of a step
+        are sent at its end, if all are finite, since the step is left out where one is not.
+
+    Notes
+    -----
+    Gradients of 16 bits travel and are added up in float32. One that is not finite is not sent: only this rank sees it,
+    and what has come of others is used in its next step.
     """
 
     def __init__(
-        self, mailbox: Mailbox, library: ArrayLibrary[Any], mode: SSP | ASP, recorder: Recorder
+        self,
+        mailbox: Mailbox,
+        library: ArrayLibrary[Any],
+        mode: SSP | ASP,
+        recorder: Recorder,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        super().__init__(mode, recorder)
+        super().__init__(mode, recorder, loss_scale)
         self.mailbox = mailbox
         self._bound = mode.bound
         self._library = library
         self._begun = False
+        self._finite = True
+        self._own: dict[str, NDArray[Any]] = {}
+        self._taken: dict[str, NDArray[Any]] = {}
+        self._late: dict[str, NDArray[Any]] = {}
 
     def start(
         self,
@@ -379,19 +463,49 @@ class StaleAverager(Averager):
                 self.mailbox.wait_to_begin(self._bound)
             self._begun = True
         started = recorder.now()
-        own = library.values(gradients)
-        self.mailbox.post(key, own)
-        arrived = self.mailbox.take(key)
-        total = own if arrived is None else own + arrived
-        average = (total / self.mailbox.size).astype(own.dtype, copy=False)
+        given = library.values(gradients)
+        own = given.astype(np.result_type(given.dtype, np.float32), copy=False)
+        scale, finite = self.scale, bool(np.isfinite(own).all())
+        if scale != 1:
+            own = own * own.dtype.type(1 / scale)
+        if self.loss_scale.given:
+            self._own[key] = own.copy() if own is given else own
+        elif finite:
+            self.mailbox.post(key, own)
+        arrived = self._arrived(key)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = own if arrived is None else own + arrived
+            average = total / self.mailbox.size * scale
+            average = average.astype(given.dtype, copy=False)
+        self._finite = self._finite and finite and bool(np.isfinite(average).all())
         result = library.empty(library.shape(gradients), gradients) if out is None else out
         library.put(result, average)
         how = "asynchronous" if self._bound is None else f"stale by {self._bound}"
-        recorder.add(key, own.nbytes, started, density=1.0, how=how, bound=math.inf)
+        recorder.add(key, given.nbytes, started, density=1.0, how=how, bound=math.inf)
         return Handle.of(result)
+
+    def _arrived(self, key: str) -> NDArray[Any] | None:
+        """What has come of a gradient and was not used; noted, for a step that is left out."""
+        arrived, late = self.mailbox.take(key), self._late.pop(key, None)
+        if late is not None:
+            arrived = late if arrived is None else arrived + late
+        if arrived is not None:
+            self._taken[key] = arrived
+        return arrived
+
+    def settle(self) -> None:
+        """See `Averager.settle`: what has come is then used in the next step, and nothing of this one is sent."""
+        if self._finite:
+            for key, own in self._own.items():
+                self.mailbox.post(key, own)
+        else:
+            self._late.update(self._taken)
+            self._warn_of_step()
+        self._own, self._taken, self._finite = {}, {}, True
 
     def end_step(self) -> None:
         """This rank has used the averages of a step."""
+        self.settle()
         self.mailbox.tick()
         self._begun = False
         super().end_step()
@@ -404,6 +518,9 @@ class StaleAverager(Averager):
     def finish(self) -> dict[str, NDArray[Any]]:
         """See `Averager.finish`."""
         left = self.mailbox.drain()
+        for key, late in self._late.items():
+            left[key] = left[key] + late if key in left else late
+        self._late = {}
         return {key: total / self.mailbox.size for key, total in sorted(left.items())}
 
     def close(self) -> None:
@@ -421,8 +538,14 @@ class LocalAverager(Averager):
     recorder : Recorder
     """
 
-    def __init__(self, communicator: Communicator, mode: LocalSGD | Gossip, recorder: Recorder) -> None:
-        super().__init__(mode, recorder)
+    def __init__(
+        self,
+        communicator: Communicator,
+        mode: LocalSGD | Gossip,
+        recorder: Recorder,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        super().__init__(mode, recorder, loss_scale)
         self._communicator = communicator
         self._averages_after = mode.averages_after
 
@@ -507,7 +630,9 @@ class GossipAverager(LocalAverager):
                 for key, array in mine.items():
                     own = library.values(array)
                     nbytes += own.nbytes
-                    library.put(array, (own - weight * (own - pulled[key])).astype(own.dtype, copy=False))
+                    wide = own.astype(np.result_type(own.dtype, np.float32), copy=False)
+                    mixed = wide - weight * (wide - pulled[key])
+                    library.put(array, mixed.astype(own.dtype, copy=False))
                 recorder.add(
                     "parameters", nbytes, started, density=1.0, how="gossip", bound=math.inf, step=step
                 )
@@ -524,6 +649,7 @@ def averager(
     recorder: Recorder,
     *,
     timeout: float,
+    loss_scale: LossScale | None = None,
 ) -> Averager:
     """What averages gradients in the mode of the settings.
 
@@ -534,6 +660,7 @@ def averager(
     recorder : Recorder
     timeout : float
         Seconds that a rank waits for another.
+    loss_scale : LossScale, optional
 
     Raises
     ------
@@ -544,9 +671,9 @@ def averager(
     """
     mode = settings.mode
     if isinstance(mode, BSP):
-        return InStepAverager(communicator, settings, recorder)
+        return InStepAverager(communicator, settings, recorder, loss_scale)
     if isinstance(mode, LocalSGD):
-        return LocalAverager(communicator, mode, recorder)
+        return LocalAverager(communicator, mode, recorder, loss_scale)
     if isinstance(mode, Gossip):
         if mode.size != communicator.size:
             raise UsageError(f"{mode} is for {mode.size} ranks, and there are {communicator.size}")
@@ -560,7 +687,7 @@ def averager(
     mailbox = Mailbox(gather, rank=rank, size=communicator.size, timeout=timeout)
     if isinstance(mode, Gossip):
         return GossipAverager(communicator, mode, recorder, mailbox)
-    return StaleAverager(mailbox, communicator.arrays, mode, recorder)
+    return StaleAverager(mailbox, communicator.arrays, mode, recorder, loss_scale)
 
 
 def average_parameters(communicator: Communicator, recorder: Recorder, parameters: Sequence[Any]) -> None:

@@ -5,10 +5,11 @@ Ranks compare the settings by their text before the first step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from collectives.staleness.modes import BSP, Mode
 from collectives.training.integer_codes import IntegerCodes
@@ -19,14 +20,70 @@ from topoplan.errors import UsageError
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
 
+
+class HasScale(Protocol):
+    """Knows the loss scale, as ``torch.amp.GradScaler`` does."""
+
+    def get_scale(self) -> float:
+        """Return it."""
+
+
 Density = float | Callable[[int], float]
 """Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+
+GivenScale = float | Callable[[], float] | HasScale
+"""The loss scale of gradients, or what knows that of each step."""
 
 FILTERS = ("low_rank", "codes", "significance")
 """What of dense gradients may travel in their place."""
 
 NARROW = ("float16", "bfloat16")
 """Types in which dense gradients may travel."""
+
+
+class LossScale:
+    """What gradients of a step were multiplied by.
+
+    Parameters
+    ----------
+    given : float, callable or object with a method ``get_scale()``, optional
+        The number, or what returns it in each step, as torch's GradScaler does; by default 1.
+
+    Attributes
+    ----------
+    given : bool
+        Whether there is one.
+
+    Raises
+    ------
+    UsageError
+        It is none of these.
+
+    Examples
+    --------
+    >>> LossScale()(), LossScale(1024)(), LossScale(lambda: 2.0)()
+    (1.0, 1024.0, 2.0)
+    """
+
+    def __init__(self, given: GivenScale | None = None) -> None:
+        self.given = given is not None
+        found = getattr(given, "get_scale", given)
+        if not (found is None or callable(found)):
+            self._checked(found)
+        self._found = 1.0 if found is None else found
+
+    def __call__(self) -> float:
+        """Return that of the present step; `UsageError` where it is not above 0 and finite."""
+        return self._checked(self._found() if callable(self._found) else self._found)
+
+    def _checked(self, found: Any) -> float:
+        scale = float(found) if isinstance(found, Real) else math.nan
+        if not 0 < scale < math.inf:
+            raise UsageError(
+                f"loss_scale must be above 0 and finite, got {found!r}; give the GradScaler, a number, or a function "
+                "that returns one"
+            )
+        return scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, 
 from collectives.training.averaging import average_parameters, averager
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
-from collectives.training.exchange_settings import Density, ExchangeSettings
+from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
 from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import NOTHING, told, warn_of_lost
+from collectives.training.kept_memory import NOTHING, in_units_of_one, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.newcomers import hand_on, packed, unpacked
 from collectives.training.proximal import Proximal
@@ -34,8 +34,11 @@ from topoplan.errors import BackendError, UsageError
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
 
-FORMAT = "topoplan.gradients/1"
-"""Of a checkpoint."""
+FORMAT = "topoplan.gradients/2"
+"""Of a checkpoint: what is kept of gradients is in units of a loss scale of 1."""
+
+EARLIER = "topoplan.gradients/1"
+"""In units of the gradients of then."""
 
 
 class GradientSynchronizer:
@@ -74,6 +77,11 @@ class GradientSynchronizer:
         their bits: 8 or 16.
     significance : Significance or float, optional
         Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+    loss_scale : float, callable or GradScaler, optional
+        What gradients are multiplied by, the same on all ranks: the number, a function that returns it, or an object
+        with ``get_scale()``, asked once a step. What is kept of gradients follows it; without it, what was kept at one
+        scale is added to gradients of another. Where an average is not finite, all ranks see that, and all that is kept
+        is as before the step: leave the step out, as GradScaler does.
     invitation : str, optional
         By which this process comes in where a rank is gone (`Communicator.invitation`): the others let it in by `grow`,
         which it calls first. Plan, back end, its engine and ``on_failure`` are theirs, the other settings are to be
@@ -136,6 +144,7 @@ class GradientSynchronizer:
         low_rank: LowRank | int | None = None,
         codes: IntegerCodes | int | None = None,
         significance: Significance | float | None = None,
+        loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
@@ -156,6 +165,7 @@ class GradientSynchronizer:
             codes=IntegerCodes.of(codes),
             significance=Significance.of(significance),
         )
+        scale = LossScale(loss_scale)
         self._comes = invitation is not None
         opened: Backend[Any] | None = None
         try:
@@ -171,12 +181,12 @@ class GradientSynchronizer:
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
-                self._check_goes_on(how)
+                self._check_goes_on()
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
             self._alike = f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}"
             if not self._comes:
                 self._agree(self._alike)
-            self._averager = averager(comm, how, self.recorder, timeout=timeout)
+            self._averager = averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
             self._there = (
@@ -212,8 +222,7 @@ class GradientSynchronizer:
         Raises
         ------
         UsageError
-            A gradient is missing, or has another shape or dtype than its parameter: nothing has moved. Or it is to be
-            sparse and holds NaN: the buckets before it have moved.
+            A gradient is missing, or has another shape or dtype than its parameter: nothing has moved.
         BackendError
             Another rank failed.
         """
@@ -431,7 +440,7 @@ class GradientSynchronizer:
         -------
         list of arrays or None
             With `SSP` and `ASP` what came late, an array for each parameter, if ``use`` was not given: to be used like
-            the averages of one more step.
+            the averages of one more step, and like them times the loss scale.
 
         Raises
         ------
@@ -453,7 +462,8 @@ class GradientSynchronizer:
             )
         rest = None
         if stale:
-            rest = self._exchange.rest(self._averager.finish())
+            left, scale = self._averager.finish(), self._averager.loss_scale()
+            rest = self._exchange.rest({key: one if scale == 1 else one * scale for key, one in left.items()})
             if use is not None:
                 use(rest)
             if parameters is None:
@@ -488,7 +498,8 @@ class GradientSynchronizer:
         """Go on from what `state_dict` gave on the same rank, bit for bit; all ranks must call it.
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
-        says what is lost, with counts.
+        says what is lost, with counts. What an earlier release saved (format 1) is taken for that of gradients with the
+        loss scale of now: restore the scaler first.
 
         Raises
         ------
@@ -502,6 +513,8 @@ class GradientSynchronizer:
             raise UsageError("this rank gets what the others have; call grow in place of load_state_dict")
         check_all(self.communicator.gather_texts, lambda: self._check_state(state))
         same = self._same()
+        if state["format"] == EARLIER:
+            state = in_units_of_one(state, self._averager.loss_scale())
         filters = state.get("filters", NOTHING)
         residuals = {
             key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
@@ -528,7 +541,7 @@ class GradientSynchronizer:
         self._check_between_steps()
         same, ranks = self._same(), self.communicator.ranks
         for key in ("format", "layout"):
-            if state.get(key) != same[key]:
+            if state.get(key) != same[key] and (key, state.get(key)) != ("format", EARLIER):
                 found, wanted = str(state.get(key))[:60], str(same[key])[:60]
                 raise UsageError(
                     f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
@@ -597,13 +610,14 @@ class GradientSynchronizer:
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
+        scale = 1.0 if self._proximal is None else self._averager.scale
         averages = self._exchange.finish(outs)
         self._tell_of_change()
         if self._proximal is not None:
-            self._proximal.add_to(averages)
+            self._proximal.add_to(averages, scale=scale)
         return averages[0] if self.communicator.one_rank else averages
 
-    def _check_goes_on(self, how: ExchangeSettings) -> None:
+    def _check_goes_on(self) -> None:
         """Raise `UsageError` where gradients are exchanged in a way that cannot go on without a rank."""
         comm = self.communicator
         if comm.on_failure != "shrink":
@@ -617,12 +631,6 @@ class GradientSynchronizer:
             raise UsageError(
                 f"ranks of {self.mode} send to each other one by one and cannot go on without one; use bsp or local "
                 "with on_failure='shrink'"
-            )
-        narrow = sorted({one.dtype for one in self.buckets if one.dtype in ("float16", "bfloat16")})
-        if how.low_rank is not None and narrow:
-            raise UsageError(
-                f"low ranks of {narrow[0]} are divided by the number of ranks before they are added up, and that may "
-                "change meanwhile; give float32 with on_failure='shrink'"
             )
 
     def _common(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -8,7 +8,8 @@ depend on the order: all plans give the same bits.
 
 What is given up: the average moves by less than a scale, which is about N / 127 or N / 32767 of the block's largest
 magnitude. Its expected value stays, and the errors of ranks, steps and buckets are independent, so that they cancel
-over a run; no residual is kept. Codes are made and decoded on the CPU.
+over a run; no residual is kept. If a gradient holds NaN or a magnitude beyond 2^127 on some rank, the averages of its
+block are NaN on all ranks. Codes are made and decoded on the CPU.
 """
 
 from __future__ import annotations
@@ -108,8 +109,7 @@ class IntegerCodeExchange:
         Raises
         ------
         UsageError
-            The gradient is of no floating type; or a rank's holds NaN or a magnitude beyond 2^127, which all ranks
-            raise alike.
+            The gradient is of no floating type.
         BackendError
             Another rank failed.
         """
@@ -121,10 +121,12 @@ class IntegerCodeExchange:
         ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
         ranks = reduced(comm, ranges, "max")
         largest = np.array(library.values(ranges[0]))
-        if not (largest <= LARGEST).all():
-            raise UsageError(
-                f"gradients of {key} hold NaN or magnitudes beyond 2^127 on some rank and have no codes"
-            )
+        # a block that has no codes on some rank is NaN on all of them
+        broken = ~(largest <= LARGEST)
+        undefined = np.repeat(broken, how.block)[: lines[0].size] if broken.any() else None
+        if undefined is not None:
+            largest[broken] = 0
+            lines = [np.where(undefined, line.dtype.type(0), line) for line in lines]
         seed = how.seed << 32 | zlib.crc32(key.encode())
         made = [
             to_fixed_point(
@@ -150,6 +152,8 @@ class IntegerCodeExchange:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
             # a sum of gradients that were divided before is their average already
             average = total if op == "sum" else total / np.float32(ranks_in(handle, comm))
+            if undefined is not None:
+                average[undefined] = np.nan
             return put_in_all(comm, average, given, out)
 
         return handle.then(decoded)

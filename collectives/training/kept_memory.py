@@ -4,6 +4,8 @@ Residuals are kept by parameter, not by bucket: DDP arranges its buckets anew af
 restored may do so again. What belongs to a bucket as a whole, as the warm start of a low rank or the counts of a
 sketch, is kept by the bucket's name, and begins anew where no bucket has that name any more. A state that is restored
 and finds no use within `SETTLED` steps is told of in one warning, with counts.
+
+Residuals are in units of a loss scale of 1. A step in which an average is not finite changes nothing that is kept.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.reduction import LIMITS
+from collectives.sparse.residuals import finite_in
 from topoplan.errors import UsageError
 
 Line = NDArray[Any]
 
 SETTLED = 2
 """Steps after which DDP has arranged its buckets for good."""
+
+NUMBERS = ("momentum", "step")
+"""What of the state of a residual no loss scale multiplies."""
 
 NOTHING: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
 """The state of a run without a filter, or whose filter keeps nothing yet."""
@@ -57,6 +64,8 @@ class KeptMemory:
         By parameter, one for each rank.
     arrays : dict from str to list of arrays
         By bucket, or by matrix.
+    finite : bool
+        Whether all averages of this step are; see `look_at`.
 
     Examples
     --------
@@ -73,11 +82,13 @@ class KeptMemory:
     def __init__(self) -> None:
         self.residuals: dict[str, list[Line]] = {}
         self.arrays: dict[str, list[NDArray[Any]]] = {}
+        self.finite = True
+        self._before: dict[tuple[str, str], list[Any] | None] = {}
         self._unused: set[str] = set()
         self._since = 0
 
-    def add_to(self, parts: Sequence[Part], lines: Sequence[Line]) -> None:
-        """Add the residuals of parameters to a line of each rank.
+    def add_to(self, parts: Sequence[Part], lines: Sequence[Line], *, scale: float = 1.0) -> None:
+        """Add the residuals of parameters, times a loss scale, to a line of each rank.
 
         Raises
         ------
@@ -95,12 +106,39 @@ class KeptMemory:
                     "checkpoint into the model that it was saved from"
                 )
             for line, residual in zip(lines, kept, strict=True):
-                line[part.start : part.stop] += residual
+                line[part.start : part.stop] += residual if scale == 1 else residual * scale
 
-    def keep(self, parts: Sequence[Part], lines: Sequence[Line]) -> None:
-        """Keep what lines hold of parameters."""
+    def keep(self, parts: Sequence[Part], lines: Sequence[Line], *, scale: float = 1.0) -> None:
+        """Keep what lines hold of parameters, which is multiplied by a loss scale."""
         for part in parts:
-            self.residuals[part.name] = [line[part.start : part.stop].copy() for line in lines]
+            self._before.setdefault(("residuals", part.name), self.residuals.get(part.name))
+            held = [line[part.start : part.stop] for line in lines]
+            self.residuals[part.name] = [one.copy() if scale == 1 else one * (1 / scale) for one in held]
+
+    def keep_arrays(self, key: str, arrays: list[NDArray[Any]]) -> None:
+        """Keep arrays of a bucket, other ones than before."""
+        self._before.setdefault(("arrays", key), self.arrays.get(key))
+        self.arrays[key] = arrays
+
+    def look_at(self, average: NDArray[Any], dtype: str) -> None:
+        """Note whether an average is finite when it is rounded to a type: the same on all ranks."""
+        limit = LIMITS.get(dtype, math.inf)
+        # smallest and largest are NaN if there is one, for which no comparison holds
+        if average.size and not (float(average.min()) > -limit and float(average.max()) < limit):
+            self.finite = False
+
+    def settle(self) -> bool:
+        """End a step, before the next one begins: whether all averages were finite, else all is kept as before it."""
+        finite, before = self.finite, self._before
+        self.finite, self._before = True, {}
+        if not finite:
+            for (which, key), held in before.items():
+                kept: dict[str, list[Any]] = getattr(self, which)
+                if held is None:
+                    kept.pop(key, None)
+                else:
+                    kept[key] = held
+        return finite
 
     def array(self, key: str) -> list[NDArray[Any]] | None:
         """What is kept of a bucket, if anything is."""
@@ -117,9 +155,10 @@ class KeptMemory:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, instead of what is kept now."""
         self.residuals, self.arrays = (
-            {name: [np.array(one) for one in kept] for name, kept in state[which].items()}
+            {name: [finite_in(np.array(one)) for one in kept] for name, kept in state[which].items()}
             for which in ("residuals", "arrays")
         )
+        self.finite, self._before = True, {}
         self._unused = {*self.residuals, *self.arrays}
         self._since = 0
 
@@ -151,6 +190,35 @@ class KeptMemory:
         }
         self._unused.clear()
         return left
+
+
+def in_units_of_one(state: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return a checkpoint state whose residuals are those of gradients with a loss scale, in units of a scale of 1.
+
+    Parameters
+    ----------
+    state : mapping
+        Of `GradientSynchronizer.state_dict`, or of `HookState.state_dict`.
+    scale : float
+
+    Examples
+    --------
+    >>> in_units_of_one({"step": 3, "residuals": {"bucket 0": [{"residual": np.array([2.0, 4.0]), "step": 3}]}}, 2.0)
+    {'step': 3, 'residuals': {'bucket 0': [{'residual': array([1., 2.]), 'step': 3}]}}
+    """
+
+    def divided(found: Any) -> Any:
+        if isinstance(found, Mapping):
+            return {key: one if key in NUMBERS else divided(one) for key, one in found.items()}
+        if isinstance(found, list):
+            return [divided(one) for one in found]
+        return found if found is None else found * (1 / scale)
+
+    made = {key: divided(state[key]) for key in ("residuals", "velocities") if key in state}
+    if "filters" in state:
+        filters = state["filters"]
+        made["filters"] = {**filters, "residuals": divided(filters["residuals"])}
+    return {**state, **made} if scale != 1 else dict(state)
 
 
 def told(state: Mapping[str, Any], *, of: str = "parameter") -> str:

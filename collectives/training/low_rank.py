@@ -10,8 +10,8 @@ later, so that over a run everything is used. By default a bucket is one matrix 
 coarser than a matrix for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or more
 dimensions is one, and all others travel whole beside them. Matrices are multiplied on the CPU. The product is added up
 column by column in a fixed order, so that every rank has the same bits. Where a rank's gradient holds NaN or infinity,
-all averages of its matrices are NaN on all ranks, as a loop that skips such steps has to see, and what was kept before
-stays.
+all averages of its matrices are NaN on all ranks, as a loop that skips such steps has to see, and what is kept is as
+before the step.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ class LowRankExchange:
         gradients: Any,
         *,
         parts: Sequence[Part],
+        scale: float,
         op: str,
         out: Any,
         async_op: bool,
@@ -155,6 +156,8 @@ class LowRankExchange:
         thin : sequence of Thin
             What is approximated; the rest travels whole.
         parts : sequence of Part
+        scale : float
+            The loss scale.
         gradients, op, out, async_op
             As `Averager.start`.
 
@@ -174,7 +177,7 @@ class LowRankExchange:
         whole = [one for one in parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
         lines = [one.astype(np.float32) for one in values]
-        self.memory.add_to(held, lines)
+        self.memory.add_to(held, lines, scale=scale)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
         with np.errstate(invalid="ignore"):
@@ -187,18 +190,19 @@ class LowRankExchange:
             ]
         summed = self._sum(products, given, op, async_op=False).wait()
         # what travels whole has arrived with the first sum
-        total = values[0].copy()
+        total = values[0].astype(np.result_type(values[0].dtype, np.float32))
         for part, line in zip(whole, summed[len(thin) :], strict=True):
             total[part.start : part.stop] = line
         numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
+        travels = numbers * max(1, 4 // library.itemsize(given[0])) / values[0].size
 
         def undefined() -> Any:
             for at in thin:
                 total[at.start : at.stop] = np.nan
-            return put_in_all(comm, total, given, out)
+            return put_in_all(comm, total, given, out, self.memory)
 
         if not _finite(summed[: len(thin)]):
-            return Handle.of(undefined()), numbers / values[0].size
+            return Handle.of(undefined()), travels
         lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         again = [[m.T @ left for m, left in zip(mine, lefts, strict=True)] for mine in matrices]
 
@@ -215,16 +219,16 @@ class LowRankExchange:
                     line[at.start : at.stop] -= share
                 dead = ~right.any(axis=0)
                 kept = np.where(dead, _first(at.key, at.columns, how.rank), right)
-                self.memory.arrays[at.key] = [kept]
+                self.memory.keep_arrays(at.key, [kept])
             if how.feedback:
-                self.memory.keep(held, lines)
-            return put_in_all(comm, total, given, out)
+                self.memory.keep(held, lines, scale=scale)
+            return put_in_all(comm, total, given, out, self.memory)
 
         handle = self._sum(again, given, op, async_op=async_op).then(product)
-        return handle, numbers / values[0].size
+        return handle, travels
 
     def _right(self, at: Thin) -> Matrix:
-        """Where the search for a matrix's directions goes on, or begins: of length 1, so that products fit 16 bits."""
+        """Where the search for a matrix's directions goes on, or begins: of length 1."""
         kept = self.memory.array(at.key)
         if kept is None or kept[0].shape != (at.columns, self.settings.rank):
             kept = [_first(at.key, at.columns, self.settings.rank)]
@@ -235,20 +239,16 @@ class LowRankExchange:
     def _sum(
         self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
     ) -> Handle[list[Matrix]]:
-        """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type."""
+        """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type.
+
+        Of gradients of 16 bits as a line of float32: products may be too large for float16 where gradients are not.
+        """
         comm, library = self.communicator, self.communicator.arrays
         lines = []
-        divisor = np.float32(1)
-        if op == "avg" and library.itemsize(given[0]) < 4:
-            # divided before it is rounded: a sum may be too large for float16
-            op, divisor = "sum", np.float32(comm.size)
         for mine, like in zip(matrices, given, strict=True):
-            line = library.empty((sum(one.size for one in mine),), like)
-            kind = library.values(line).dtype
-            with np.errstate(over="ignore"):
-                told = np.concatenate([(one.reshape(-1) / divisor).astype(kind) for one in mine])
-            library.put(line, told)
-            lines.append(line)
+            kind = np.float64 if library.dtype(like) == "float64" else np.float32
+            line = np.concatenate([one.reshape(-1).astype(kind) for one in mine])
+            lines.append(library.wrapped(line))
         shapes = [one.shape for one in matrices[0]]
         borders = list(accumulate((one.size for one in matrices[0]), initial=0))
         sent = lines[0] if comm.one_rank else lines
@@ -274,16 +274,28 @@ def reduced(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
     return ranks_in(handle, communicator)
 
 
-def put_in_all(communicator: Communicator, average: Matrix, given: Sequence[Any], out: Any) -> Any:
-    """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given."""
+def put_in_all(
+    communicator: Communicator,
+    average: Matrix,
+    given: Sequence[Any],
+    out: Any,
+    memory: KeptMemory | None = None,
+) -> Any:
+    """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given.
+
+    The memory of what filters gradients notes whether it is finite there.
+    """
     library, one_rank = communicator.arrays, communicator.one_rank
+    if memory is not None:
+        memory.look_at(average, library.dtype(given[0]))
     if out is None:
         outs = [library.empty(library.shape(one), one) for one in given]
     else:
         outs = [out] if one_rank else list(out)
     for result in outs:
         values = average.reshape(library.shape(result))
-        library.put(result, values.astype(library.values(result).dtype, copy=False))
+        with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
+            library.put(result, values.astype(library.values(result).dtype, copy=False))
     return outs[0] if one_rank else outs
 
 

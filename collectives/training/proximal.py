@@ -58,13 +58,13 @@ class Proximal:
             for mine, anchors in zip(parameters, self._anchor, strict=True)
         ]
 
-    def add_to(self, gradients: Sequence[Sequence[Any]]) -> None:
-        """Add the pull to gradients, in place."""
+    def add_to(self, gradients: Sequence[Sequence[Any]], *, scale: float = 1.0) -> None:
+        """Add the pull, times a loss scale, to gradients, in place."""
         if self._pull is None:
             return
         for mine, pulls in zip(gradients, self._pull, strict=True):
             for gradient, pull in zip(mine, pulls, strict=True):
-                gradient += pull
+                gradient += pull if scale == 1 else pull * scale
 
     def state(self) -> dict[str, Any]:
         """Anchors, and the pull where there is one, as copies in numpy arrays."""

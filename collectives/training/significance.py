@@ -12,8 +12,8 @@ each adds them in the order of the ranks: all have the same bits. Where that wou
 gradient goes by the dense plan, zeros where nothing is sent.
 
 What is given up: an average lacks what the ranks have kept; without feedback they forget it. Unlike a density, a
-threshold does not say how much is sent. Entries are chosen on the CPU. NaN is always sent, so that whoever skips such
-steps sees it, and nothing of it is kept.
+threshold does not say how much is sent. Entries are chosen on the CPU. What is not finite is always sent, so that all
+ranks see it, and what is kept is then as before the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Significance:
     Parameters
     ----------
     threshold : float
-        Magnitude above which an entry is sent; 0 for all that are not zero.
+        Magnitude above which an entry is sent; 0 for all that are not zero. Of gradients with a loss scale, before they
+        are multiplied by it.
     feedback : bool
         Whether what is not sent is kept for the next step.
     admission : int
@@ -148,11 +149,19 @@ class SignificanceExchange:
         self.memory = KeptMemory()
 
     def start(
-        self, key: str, gradients: Any, *, parts: Sequence[Part], op: str, out: Any, async_op: bool
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        parts: Sequence[Part],
+        scale: float,
+        op: str,
+        out: Any,
+        async_op: bool,
     ) -> tuple[Handle[Any], float]:
         """Begin to average a gradient, and the bytes that each rank gives over those of the gradient.
 
-        How many entries travel is waited for. Parameters as `Averager.start`.
+        How many entries travel is waited for. ``scale`` is the loss scale; other parameters as `Averager.start`.
 
         Raises
         ------
@@ -167,7 +176,7 @@ class SignificanceExchange:
             raise UsageError(f"gradients of {library.dtype(given[0])} have no threshold; give floats")
         wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
-        chosen = self._choose(key, parts, lines)
+        chosen = self._choose(key, parts, lines, scale)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
         ranks, told = reduced(comm, counts, "max"), async_op or comm.on_failure == "shrink"
         most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
@@ -180,7 +189,7 @@ class SignificanceExchange:
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
                 over = 1 if op == "sum" else ranks_in(adds, comm)
-                return put_in_all(comm, total / wide(over), given, out)
+                return put_in_all(comm, total / wide(over), given, out, self.memory)
 
             return adds.then(whole), 1.0
         messages = []
@@ -197,21 +206,21 @@ class SignificanceExchange:
             for message in all_of:
                 part = message[1 : int(message["index"][0]) + 1]
                 total[part["index"]] += part["value"]
-            return put_in_all(comm, total / wide(1 if op == "sum" else len(all_of)), given, out)
+            return put_in_all(comm, total / wide(1 if op == "sum" else len(all_of)), given, out, self.memory)
 
         handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=told))
         return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
 
     def _choose(
-        self, key: str, parts: Sequence[Part], lines: list[Line]
+        self, key: str, parts: Sequence[Part], lines: list[Line], scale: float
     ) -> list[tuple[NDArray[np.int64], Line]]:
         """Indices and values of what each rank of this process sends; the others stay with it."""
         how = self.settings
         sketches = self._sketches(key) if how.admission > 1 else []
-        self.memory.add_to(parts, lines)
+        self.memory.add_to(parts, lines, scale=scale)
         found = []
         for place, line in enumerate(lines):
-            indices = np.flatnonzero(~(np.abs(line) <= how.threshold))
+            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * scale))
             if sketches:
                 sketches[place].add(indices)
                 often = sketches[place].estimate(indices) >= how.admission
@@ -219,7 +228,7 @@ class SignificanceExchange:
             found.append((indices, line[indices]))
             line[indices] = 0
         if how.feedback:
-            self.memory.keep(parts, lines)
+            self.memory.keep(parts, lines, scale=scale)
         return found
 
     def _sketches(self, key: str) -> list[CountMin]:
@@ -227,9 +236,10 @@ class SignificanceExchange:
         how, kept = self.settings, self.memory.array(key)
         if kept is None or kept[0].shape != (how.depth, how.width):
             made = [CountMin(width=how.width, depth=how.depth) for _ in self.communicator.ranks]
-            self.memory.arrays[key] = [one.counts for one in made]
-            return made
-        return [CountMin(width=how.width, depth=how.depth, counts=one) for one in kept]
+        else:
+            made = [CountMin(width=how.width, depth=how.depth, counts=one.copy()) for one in kept]
+        self.memory.keep_arrays(key, [one.counts for one in made])
+        return made
 
 
 def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Line:

@@ -48,7 +48,8 @@ class WireFormat:
     Attributes
     ----------
     values : {"as given", "float32", "float16", "bfloat16", "fixed8", "fixed16"}
-        "fixed8" and "fixed16" round at random without bias, the others to nearest.
+        "fixed8" and "fixed16" round at random without bias, the others to nearest; in a block with a value that is
+        not finite all values arrive as NaN.
     indices : {"plain", "packed"}
         int32 or int64 as given, or about log2(1/density) + 1.5 bits each.
     cache_keys : bool

@@ -1,6 +1,7 @@
 """Values to and from the bytes of their section, in each format that a sparse message knows.
 
-As given: the array itself. Rounded formats: the narrower array. Fixed point: all scales (float32), then all codes.
+As given: the array itself. Rounded formats: the narrower array. Fixed point: all scales (float32), then all codes; the
+scale of a block with a value that is not finite is NaN, and so are all its values when they are read.
 """
 
 from __future__ import annotations
@@ -80,9 +81,16 @@ def values_to_section(
     if form == "as given":
         return as_bytes(values)
     if form in FIXED_BITS:
+        finite = np.isfinite(values)
         fixed = to_fixed_point(
-            values, bits=FIXED_BITS[form], seed=seed, step=step, stream=stream, block=block
+            np.where(finite, values, values.dtype.type(0)),
+            bits=FIXED_BITS[form],
+            seed=seed,
+            step=step,
+            stream=stream,
+            block=block,
         )
+        fixed.scales[np.flatnonzero(~finite) // block] = np.nan
         return np.concatenate([as_bytes(fixed.scales), as_bytes(fixed.codes)])
     return as_bytes(narrow(values, cast(FloatFormat, form)))
 

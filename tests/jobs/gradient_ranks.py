@@ -135,17 +135,6 @@ def _wrong_gradient(world: Any) -> None:
             assert all(np.array_equal(a, b) for a, b in zip(own, before, strict=True)), "an array was touched"
 
 
-def _nan(world: Any) -> None:
-    own = [np.ones(2000), np.ones(3000)]
-    with GradientSynchronizer(
-        own, density=0.1, exchange="pairs", bucket_bytes=100, timeout=10
-    ) as synchronizer:
-        synchronizer.step(own)
-        if world.rank == world.size - 1:
-            own[0][5] = np.nan
-        synchronizer.step(own)
-
-
 def _leaves(world: Any) -> None:
     """The last rank has gone when the others want to know what to plan for."""
     backend = MpiBackend(timeout=10)
@@ -161,7 +150,6 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
     "no array": _no_array,
     "other world": _other_world,
     "wrong gradient": _wrong_gradient,
-    "nan": _nan,
     "leaves": _leaves,
 }
 

@@ -52,19 +52,15 @@ def test_every_exchange_gives_and_keeps_loopbacks_bits_over_tcp() -> None:
     assert [list(one) for one in found] == of_each_rank(steps)
 
 
-def broken(how: str, rank: int) -> Array:
+def broken(rank: int) -> Array:
     """What the ranks put in when rank 2 fails."""
-    if rank == 2 and how == "leaves":
-        raise UsageError("this rank has something else to do")
-    gradient = whole_numbers(rank, 3)
     if rank == 2:
-        gradient[SIZE - 1] = np.nan
-    return gradient
+        raise UsageError("this rank has something else to do")
+    return whole_numbers(rank, 3)
 
 
-@pytest.mark.parametrize("how", ["gives NaN", "leaves"])
 @pytest.mark.parametrize("exchange", ["pairs", "dense", "tree", "balanced"])
-def test_nothing_that_was_not_summed_is_lost_where_a_rank_fails(exchange: str, how: str) -> None:
+def test_nothing_that_was_not_summed_is_lost_where_a_rank_fails(exchange: str) -> None:
     """The failing rank keeps what it kept; the others, which it lets down, keep their gradients too."""
     ready = threading.Barrier(4, timeout=60)
 
@@ -75,7 +71,7 @@ def test_nothing_that_was_not_summed_is_lost_where_a_rank_fails(exchange: str, h
             summed += comm.sparse_all_reduce(whole_numbers(rank, step), density=0.05, exchange=exchange)
         ready.wait()  # the others may fail in the next call while a rank still ends this one
         with pytest.raises(UsageError if rank == 2 else BackendError):
-            comm.sparse_all_reduce(broken(how, rank), density=0.05, exchange=exchange)
+            comm.sparse_all_reduce(broken(rank), density=0.05, exchange=exchange)
         return given + (whole_numbers(rank, 3) if rank != 2 else 0) - kept(comm), summed
 
     found = outcome(in_threads(TWO_SERVERS, body, timeout=3.0))

@@ -61,7 +61,7 @@ def _told(
     strike: Callable[[int], None] = lambda step: None,
     **options: Any,
 ) -> Any:
-    """What comes out of ``backward``, in which step, and whether the parameters were left as they were."""
+    """What comes out of ``backward``, and in which step; or in which steps all gradients were finite."""
     torch.manual_seed(5)
     network = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 2))
     size = dist.get_world_size()
@@ -71,14 +71,17 @@ def _told(
         network, process_group=group, bucket_cap_mb=cap, find_unused_parameters=True
     )
     ddp.register_comm_hook(state, topoplan_hook)
+    finite = []
     try:
         for step in range(STEP + 2):
             given = torch.full((3, 5), float("nan") if nan and step == STEP else 1.0)
             hidden = ddp(given)
             hidden.register_hook(lambda gradient, step=step: strike(step))
+            network.zero_grad()
             hidden.sum().backward()
+            finite.append(all(bool(one.grad.isfinite().all()) for one in network.parameters()))
     except BackendError as error:
         return {"error": str(error), "rank": error.rank, "peer": error.peer, "step": step}
     finally:
         state.close()
-    return None
+    return {"finite": finite}

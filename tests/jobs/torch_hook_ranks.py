@@ -25,6 +25,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.torch import HookState, PlannedGroup, topoplan_hook
+from collectives.training.low_rank import LowRank
+from collectives.wire import WireFormat
 from tests.jobs.torch_hook_faults import faults
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -321,6 +323,50 @@ def _run(options: dict[str, Any], steps: range, file: bytes | None) -> dict[str,
     torch.save({"model": ddp.state_dict(), "hook": state.state_dict()}, written)
     state.close()
     return {"values": end, "file": written.getvalue()}
+
+
+def scaled() -> dict[str, Any]:
+    """Training with a GradScaler and an overflow on rank 1 in two steps: which were left out, and where it ends."""
+    settings: dict[str, dict[str, Any] | None] = {
+        "torch": None,
+        "dense": {},
+        "density": {"density": 0.1},
+        "momentum": {"density": 0.1, "momentum": 0.9},
+        "fixed8": {"density": 0.1, "wire": WireFormat(values="fixed8")},
+        "codes": {"codes": 8},
+        "low_rank": {"low_rank": LowRank(1, begins=0)},
+        "layers": {"low_rank": LowRank(1, matrices="layers")},
+        "significance": {"significance": 1e-3},
+    }
+    found = {}
+    for name, options in settings.items():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=3)
+        state = None if options is None else HookState(plan(), loss_scale=scaler, **options)
+        ddp = wrapped(model(), state, bucket_cap_mb=0.0005)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        left_out = []
+        for step in range(12):
+            given, target = batch(step)
+            loss = scaler.scale((ddp(given, "all") - target).square().mean())
+            if dist.get_rank() == 1 and step in (3, 7):
+                loss = loss * (float("inf") if step == 3 else float("nan"))
+            optimizer.zero_grad()
+            loss.backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() < before:
+                left_out.append(step)
+        kept = {} if state is None else state.state_dict()
+        found[name] = {
+            "left out": left_out,
+            "scale": scaler.get_scale(),
+            "values": values(ddp.module),
+            "finite": all(bool(one.isfinite().all()) for one in kept.get("residuals", {}).values()),
+        }
+        if state is not None:
+            state.close()
+    return found
 
 
 def losses() -> dict[str, float]:
@@ -620,7 +666,19 @@ def apart() -> dict[str, Any]:
 
 
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, threads, mixed, restored, empty, misplaced, interrupted, own_group, planned_group, apart),
+    2: (
+        dense,
+        scaled,
+        threads,
+        mixed,
+        restored,
+        empty,
+        misplaced,
+        interrupted,
+        own_group,
+        planned_group,
+        apart,
+    ),
     4: (dense, conserved, losses, fallen_back, plans_given),
 }
 """By the number of processes."""

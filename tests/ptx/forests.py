@@ -205,13 +205,13 @@ def expected(plan: Plan, case: Case, inputs: Sequence[Array]) -> list[Array]:
 
 def row_by_row(plan: Plan, op: str, inputs: Sequence[Array]) -> list[Array]:
     """An allreduce of bfloat16, which numpy does not have."""
-    held = [array.copy() for array in inputs]
+    held = [averaged("bfloat16", array, len(inputs)) if op == "avg" else array.copy() for array in inputs]
     table = lower(plan, inputs[0].size, chunk_elements=inputs[0].size)
     columns = (table.source, table.destination, table.start, table.stop, table.add)
     for source, target, start, stop, add in zip(*(column.tolist() for column in columns), strict=True):
         part = held[source][start:stop]
         held[target][start:stop] = joined("bfloat16", op, held[target][start:stop], [part]) if add else part
-    return [averaged("bfloat16", array, len(held)) for array in held] if op == "avg" else held
+    return held
 
 
 def outcome(case: Case, seed: int, kernel: Program | None = None) -> str | None:

@@ -297,6 +297,15 @@ def fake_cupy(machine: Machine) -> ModuleType:
             target = self.host[key]
             current().do(lambda: np.copyto(target, source))
 
+        def __imul__(self, factor: float) -> ndarray:
+            current().do(lambda: np.multiply(self.host, factor, out=self.host))
+            return self
+
+        def copy(self) -> ndarray:
+            made = empty(self.shape, self.dtype)
+            made[...] = self
+            return made
+
         def view(self, dtype: Any) -> ndarray:
             return array_of(self.host.view(dtype), self.device.id, self.base_memory)
 

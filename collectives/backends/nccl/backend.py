@@ -514,8 +514,8 @@ class NcclBackend(OneRank):
         averaged = call.op == "avg" and call.dtype not in AVERAGED
         if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
-                "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers; "
-                "run it before on arrays of this type and length"
+                "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers or "
+                "16-bit floats; run it before on arrays of this type and length"
             )
         origin = self._lanes.origin
         origin.wait_event(self._ready(stream))

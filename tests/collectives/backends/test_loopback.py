@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, check_table, lower
+from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.loopback.backend import Loopback
 from collectives.reduction import divide
 from tests.support.checkout import ROOT
@@ -165,6 +166,22 @@ def test_reductions_agree_with_numpy(collective: str, dtype: str, op: str) -> No
             assert result.dtype == dtype
             assert np.array_equal(result, blocks[rank])
     assert sum(result is not None for result in results) == (1 if collective == "reduce" else 4)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter"])
+def test_averages_of_16_bits_are_finite_where_the_sum_is_beyond_their_type(
+    collective: str, ranks: int
+) -> None:
+    for dtype, value, ulp in (("float16", 60000, 32), ("bfloat16", 3e38, 2.0**120)):
+        arrays = [NumpyArrays().of(np.full(7 * ranks, value), dtype) for _ in range(ranks)]
+        given = [one.copy() for one in arrays]
+        with Communicator(forest_plan(ranks, collective, "chain")) as comm:
+            results = [one for one in run(comm, collective, arrays, op="avg") if one is not None]
+        assert results
+        for one in results:
+            assert abs(one.astype(np.float64) - float(arrays[0][0])).max() <= ranks * ulp
+        assert all(np.array_equal(one, other) for one, other in zip(arrays, given, strict=True))
 
 
 def test_integer_averages_truncate_towards_zero_also_where_the_dtype_cannot_hold_the_rank_count() -> None:

@@ -188,12 +188,9 @@ def test_gradients_that_do_not_fit_are_refused_and_leave_the_residuals_alone() -
     with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
         comm.sparse_all_reduce(whole_numbers(2, 0), density=0.01, exchange="pairs")
         before = residuals(comm)
-        broken = whole_numbers(2, 1)
-        broken[1][5] = np.nan
         for gradients, told in (
             ([np.zeros(SIZE, np.int32)] * 2, "int32 cannot be made sparse"),
-            ([one[:7] for one in broken], "give every gradient a key of its own"),
-            (broken, "element 5 of the gradient is NaN"),
+            ([one[:7] for one in whole_numbers(2, 1)], "give every gradient a key of its own"),
         ):
             with pytest.raises(UsageError, match=told):
                 comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs")
@@ -424,18 +421,95 @@ def test_infinities_go_to_everybody_and_are_not_kept(
         gradients, density=0.05, exchange=exchange, wire=WireFormat(values=values), key=key
     )
     assert [one[[5, 900]].tolist() for one in results] == [[np.inf, -np.inf]] * 4
-    assert np.isfinite(residuals(two_servers, key)).all()
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_infinities_are_refused_where_the_wire_has_no_form_for_them(
-    two_servers: Communicator, exchange: str
-) -> None:
-    gradients = whole_numbers(4, 3)
-    gradients[2][5] = -np.inf
-    key = f"no form {exchange}"
-    with pytest.raises(UsageError, match="element 5 of the gradient is infinite, on rank 2, which fixed8"):
-        two_servers.sparse_all_reduce(
-            gradients, density=0.05, exchange=exchange, wire=WireFormat(values="fixed8"), key=key
-        )
     assert not residuals(two_servers, key).any()
+
+
+NOT_FINITE: dict[str, dict[int, list[float]]] = {
+    "NaN": {2: [np.nan, 1, 1]},
+    "more infinities than entries": {1: [np.inf] * 90},
+    "opposite infinities in a server": {2: [np.inf], 3: [-np.inf]},
+    "a sum beyond the type": {0: [1.5e308], 1: [1.5e308], 2: [1.5e308]},
+}
+"""The first elements of a gradient on some ranks."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("values", ["as given", "float16", "fixed8"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("wrong", NOT_FINITE)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_what_is_not_finite_shows_on_all_ranks_and_the_residuals_are_as_before(
+    two_servers: Communicator, exchange: str, wrong: str, momentum: float, values: Any
+) -> None:
+    """A step with it, and the same run without that step, keep the same bits and give the same next sums."""
+    if wrong == "a sum beyond the type" and values != "as given":
+        return  # sent in parts, whose sum is not
+    found = []
+    for broken in (True, False):
+        key = f"{wrong} {broken} {exchange} {momentum} {values}"
+        how: Any = {
+            "density": 0.05,
+            "exchange": exchange,
+            "key": key,
+            "momentum": momentum,
+            "wire": WireFormat(values=values),
+        }
+        two_servers.sparse_all_reduce(whole_numbers(4, 3), **how)
+        if broken:
+            gradients = whole_numbers(4, 4)
+            for rank, elements in NOT_FINITE[wrong].items():
+                gradients[rank][: len(elements)] = elements
+            results = two_servers.sparse_all_reduce(gradients, **how)
+            assert not np.isfinite(results[0]).all()
+            assert all(np.array_equal(one, results[0], equal_nan=True) for one in results)
+        after = two_servers.sparse_state()[key]
+        sums = two_servers.sparse_all_reduce(whole_numbers(4, 5), **how)
+        found.append([[one["residual"] for one in after], [one["velocity"] for one in after], sums])
+    for one, other in zip(*found, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True) if a is not None)
+
+
+def test_a_sum_that_only_its_rounding_makes_infinite_changes_nothing_either() -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        comm.sparse_all_reduce([np.ones(8, np.float16)] * 2, density=0.5, exchange="pairs")
+        before = residuals(comm)
+        given = [np.full(8, 40000, np.float16)] * 2
+        assert np.isinf(comm.sparse_all_reduce(given, density=0.5, exchange="pairs")[0]).any()
+        assert np.array_equal(residuals(comm), before)
+        averages = comm.sparse_all_reduce(given, density=0.5, exchange="pairs", op="avg")
+        assert np.isfinite(averages[0]).all()
+
+
+def test_what_is_kept_follows_the_loss_scale_and_a_state_is_in_units_of_one() -> None:
+    """A rank owes (0, 1) and gets (4, 1): (4, 2) is delivered, whatever multiplies each gradient."""
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        for momentum in (0.0, 0.5):
+            how: Any = {"density": 0.5, "exchange": "pairs", "key": f"{momentum}", "momentum": momentum}
+            comm.sparse_all_reduce([np.float32([2048, 1024])] * 2, loss_scale=1024, **how)
+            (state, _) = comm.sparse_state()[how["key"]]
+            assert state["residual"].tolist() == [0, 1]
+            assert momentum == 0 or state["velocity"].tolist() == [0, 1]
+            comm.restore_sparse_state(comm.sparse_state())
+            first = comm.sparse_all_reduce([np.float32([2048, 512])] * 2, loss_scale=512, **how)
+            rest = comm.sparse_all_reduce([np.float32([0, 0])] * 2, loss_scale=2.0**100, **how)
+            assert (first[0] / 1024).tolist() == [4, 0]
+            assert (rest[0] / 2.0**101).tolist() == [0, 2 + 2 * momentum + momentum**2 if momentum else 2]
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, np.inf, np.nan, "1"])
+def test_loss_scales_that_are_none_are_refused(wrong: Any) -> None:
+    with (
+        Communicator(forest_plan(2, "allreduce", "chain")) as comm,
+        pytest.raises(UsageError, match="loss_scale must be above 0 and finite, got"),
+    ):
+        comm.sparse_all_reduce([np.ones(4, np.float32)] * 2, density=0.5, loss_scale=wrong)
+
+
+def test_a_residual_that_was_saved_with_infinities_goes_on_without_them() -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        comm.sparse_all_reduce([np.ones(4, np.float32)] * 2, density=0.25, exchange="pairs")
+        state = comm.sparse_state()
+        state[""][0]["residual"][1] = np.inf
+        with pytest.warns(UserWarning, match="1 of 4 elements of a restored residual are not finite"):
+            comm.restore_sparse_state(state)
+        assert np.isfinite(residuals(comm)).all()

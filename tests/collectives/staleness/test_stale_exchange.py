@@ -24,6 +24,7 @@ from collectives.staleness import mailbox
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
 from collectives.training.averaging import StaleAverager
+from collectives.training.exchange_settings import LossScale
 from collectives.training.recorder import Recorder
 from tests.support.checkout import ROOT
 from topoplan.errors import BackendError, UsageError
@@ -95,8 +96,61 @@ def test_who_connects_without_the_key_keeps_no_rank_from_meeting(monkeypatch: py
     assert sorted(met) == [0, 1]
 
 
-def stale(box: Mailbox, mode: SSP | ASP) -> StaleAverager:
-    return StaleAverager(box, NumpyArrays(), mode, Recorder("test", ranks=box.size))
+def stale(box: Mailbox, mode: SSP | ASP, scale: Callable[[], float] | None = None) -> StaleAverager:
+    recorder = Recorder("test", ranks=box.size)
+    return StaleAverager(box, NumpyArrays(), mode, recorder, LossScale(scale))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("told", [True, False])
+def test_late_gradients_are_used_once_by_all_whatever_the_loss_scales_and_steps_that_are_left_out(
+    told: bool, dtype: str
+) -> None:
+    """What all ranks use is what was given in steps of finite gradients, over the scale of each rank and step."""
+    size, steps = 3, 6
+    draw = np.random.default_rng(3)
+    gradients = draw.integers(-9, 10, (size, steps, 2, 5))
+    wrong = {(1, 2): np.inf, (2, 0): np.nan} if told else {}
+
+    def work(rank: int, box: Mailbox) -> list[Any]:
+        scale = [2.0 ** (3 * rank) if told else 1.0]
+        averager = stale(box, ASP(), (lambda: scale[0]) if told else None)
+        used = np.zeros((2, 5))
+        for step in range(steps):
+            given = (gradients[rank, step] * scale[0]).astype(dtype)
+            given[1, 3] = wrong.get((rank, step), given[1, 3])
+            got = np.stack([averager.start(f"{key}", one.copy()).wait() for key, one in enumerate(given)])
+            assert got.dtype == dtype
+            now = scale[0]
+            averager.end_step()
+            assert np.isfinite(got).all() == ((rank, step) not in wrong)
+            if np.isfinite(got).all():
+                used += got.astype(np.float64) / now
+            else:
+                scale[0] /= 2
+        for key, line in averager.finish().items():
+            used[int(key)] += line
+        return used.tolist()
+
+    found = in_threads(size, work)
+    total = sum(
+        gradients[rank, step] for rank in range(size) for step in range(steps) if (rank, step) not in wrong
+    )
+    for one in found:
+        np.testing.assert_allclose(one, total / size, atol=0.05 if dtype == "float16" else 1e-5)
+
+
+def test_sums_of_late_gradients_of_16_bits_are_divided_before_they_are_rounded() -> None:
+    """Four ranks of 30000, a sum of 120000: all that a rank uses in three steps is 90000 in float16, too."""
+
+    def work(rank: int, box: Mailbox) -> float:
+        averager, total = stale(box, SSP(0)), 0.0
+        for _ in range(3):
+            total += float(averager.start("g", np.full(3, 30000, np.float16)).wait()[1])
+            averager.end_step()
+        return total + float(averager.finish().get("g", np.zeros(3))[1])
+
+    np.testing.assert_allclose(in_threads(4, work), 90000, rtol=1e-3)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,8 @@ from collectives.backends.loopback.backend import Loopback
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.training.buckets import Gradient, buckets_of
+from collectives.training.low_rank import LowRank
+from collectives.training.significance import Significance
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
@@ -380,18 +383,142 @@ def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with
         assert synchronizer.finish() is None
 
 
-def test_nan_in_sparse_gradients_names_step_bucket_and_rank_and_the_next_step_goes_on() -> None:
-    gradients = whole_numbers(8, SPARSE)
-    bad = [[one.copy() for one in rank] for rank in gradients]
-    bad[2][0][0, 7] = np.nan
+KEEPING: dict[str, dict[str, Any]] = {
+    "density": {"density": 0.05},
+    "momentum": {"density": 0.05, "momentum": 0.5},
+    "servers": {"density": 0.05, "exchange": "dense"},
+    "low rank": {"low_rank": LowRank(1, begins=0)},
+    "layers": {"low_rank": LowRank(1, begins=0, matrices="layers")},
+    "significance": {"significance": 30.0},
+    "admission": {"significance": Significance(30.0, admission=2, width=64)},
+}
+"""What keeps something of gradients."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("how", KEEPING)
+def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_all_buckets_as_they_were(
+    how: str, index: int, wrong: float
+) -> None:
+    """Also those without it: the next step is that of a run without this one, bit for bit, whatever scales it."""
+    steps = [whole_numbers(seed, SPARSE) for seed in (8, 9, 10)]
+    bad = [[one.copy() for one in rank] for rank in steps[1]]
+    bad[2][index].reshape(-1)[7] = wrong
+    found = []
+    for broken in (True, False):
+        scale = [1024.0]
+        with made(
+            steps[0], bucket_bytes=4000, loss_scale=lambda scale=scale: scale[0], **KEEPING[how]
+        ) as synchronizer:
+            synchronizer.step([[one * scale[0] for one in rank] for rank in steps[0]])
+            if broken:
+                shown = synchronizer.step([[one * scale[0] for one in rank] for rank in bad])
+                assert not any(np.isfinite(one[index]).all() for one in shown)
+                scale[0] = 512.0  # as GradScaler does
+            later = synchronizer.step([[one * scale[0] for one in rank] for rank in steps[2]])
+            state = synchronizer.state_dict()
+            kept = [one["residual"] for listed in state["residuals"].values() for one in listed]
+            kept += [one for listed in state["filters"]["residuals"].values() for one in listed]
+            kept += [
+                one
+                for name, listed in state["filters"]["arrays"].items()
+                for one in listed
+                if how == "admission"
+            ]
+            found.append([[one / scale[0] for rank in later for one in rank], kept])
+    assert all(
+        np.array_equal(one, other)
+        for first, second in zip(*found, strict=True)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def test_entries_that_wait_while_the_loss_scale_halves_arrive_as_they_were_given() -> None:
+    """8 to 1 at a scale of 1024, an eighth of the entries in a step, and nothing more to speak of at 512."""
+    first, later = np.arange(8, 0, -1, dtype=np.float32), np.full(8, 1e-6, np.float32)
+    scale, delivered = [1024.0], np.zeros(8)
+    like = [[first]] * 2
+    with GradientSynchronizer(
+        like,
+        forest_plan(2, "allreduce", "chain"),
+        backend="loopback",
+        density=1 / 8,
+        loss_scale=lambda: scale[0],
+    ) as synchronizer:
+        for step in range(8):
+            ((average,), _) = synchronizer.step([[(later if step else first) * np.float32(scale[0])]] * 2)
+            delivered += average / scale[0]
+            scale[0] = 512.0
+    np.testing.assert_allclose(delivered, first, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
+def test_what_is_kept_is_delivered_whatever_the_loss_scale_becomes(how: str) -> None:
+    """Averages over the scale of their step, and what a checkpoint holds, are those of a run without a scale."""
+    steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
+    found = []
+    for scales in ([1.0] * 5, [1024.0, 1024.0, 2.0, 2.0**20, 512.0]):
+        scale = iter(scales)
+        with made(
+            steps[0], bucket_bytes=4000, loss_scale=lambda scale=scale: next(scale), **KEEPING[how]
+        ) as synchronizer:
+            got = [
+                [one / by for one in synchronizer.step([[one * by for one in rank] for rank in step])[0]]
+                for by, step in zip(scales, steps, strict=True)
+            ]
+            state = synchronizer.state_dict()
+        kept = [one["residual"] for listed in state["residuals"].values() for one in listed]
+        kept += [one for listed in state["filters"]["residuals"].values() for one in listed]
+        found.append([[one for step in got for one in step], kept])
+    for first, second in zip(*found, strict=True):
+        for one, other in zip(first, second, strict=True):
+            # multiplying by a power of two rounds nothing, but the columns of a low rank are divided by their length
+            np.testing.assert_allclose(one, other, rtol=1e-4 if how == "low rank" else 0, atol=1e-3)
+
+
+def test_a_state_of_an_earlier_format_is_taken_in_units_of_the_scale_of_now() -> None:
+    gradients = whole_numbers(3, SPARSE)
+    with sparse(gradients, loss_scale=1024.0) as synchronizer:
+        synchronizer.step([[one * 1024 for one in rank] for rank in gradients])
+        state = synchronizer.state_dict()
+        earlier = {
+            **state,
+            "format": "topoplan.gradients/1",
+            "residuals": {
+                key: [{**one, "residual": one["residual"] * 1024} for one in listed]
+                for key, listed in state["residuals"].items()
+            },
+        }
+        synchronizer.load_state_dict(earlier)
+        again = synchronizer.state_dict()
+    for key, listed in state["residuals"].items():
+        for one, other in zip(listed, again["residuals"][key], strict=True):
+            assert np.array_equal(one["residual"], other["residual"])
+    with sparse(gradients) as synchronizer, pytest.raises(UsageError, match="saved with format other"):
+        synchronizer.load_state_dict({**state, "format": "other"})
+
+
+def test_a_step_that_is_not_finite_is_told_of_once_where_no_loss_scale_is_given() -> None:
+    gradients = whole_numbers(3, SPARSE)
+    bad = [[one * np.nan for one in rank] for rank in gradients]
     with sparse(gradients) as synchronizer:
-        synchronizer.step(gradients)
-        with pytest.raises(
-            UsageError, match=r"training step 1, bucket 1 of 2: element 7 .* is NaN, on rank 2"
-        ):
+        with pytest.warns(UserWarning, match="training step 0 are not finite .* give loss_scale=scaler"):
             synchronizer.step(bad)
-        found = synchronizer.step(gradients)
-        assert all(np.isfinite(one).all() for one in found[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            synchronizer.step(bad)
+    with sparse(gradients, loss_scale=2.0) as synchronizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synchronizer.step(bad)
+
+
+@pytest.mark.parametrize("wrong", [0.0, np.nan, "x", lambda: np.inf])
+def test_loss_scales_that_are_none_are_refused(wrong: Any) -> None:
+    gradients = whole_numbers(3, SPARSE)
+    with pytest.raises(UsageError, match="loss_scale must be above 0 and finite, got"):
+        sparse(gradients, loss_scale=wrong).step(gradients)
 
 
 def test_arrays_of_a_gpu_stay_there(cupy: ModuleType) -> None:

@@ -181,12 +181,8 @@ def refused(**options: Any) -> str:
     [
         ({"mode": "ssp:2"}, "send to each other one by one and cannot go on without one; use bsp or local"),
         ({"mode": Gossip(np.array([[0.0, 1.0], [1.0, 0.0]]))}, "cannot go on without one; use bsp or local"),
-        (
-            {"low_rank": 2, "dtype": "float16"},
-            "low ranks of float16 are divided by the number of ranks before",
-        ),
     ],
-    ids=["one by one", "gossip", "low ranks"],
+    ids=["one by one", "gossip"],
 )
 def test_what_cannot_go_on_is_refused_when_it_is_made(options: dict[str, Any], text: str) -> None:
     assert text in refused(**options)

@@ -66,6 +66,16 @@ def test_large_gradients_of_float16_do_not_overflow(largest: float) -> None:
 
 
 @pytest.mark.parametrize("matrices", ["bucket", "layers"])
+def test_products_beyond_float16_are_no_reason_for_an_average_that_is(matrices: str) -> None:
+    """Rows of 40 elements of 30000 have a product of 190000, and their average is 30000."""
+    step = [np.full((40, 40), 30000, np.float16)] * 4
+    got, _ = averages([step] * 3, low_rank=LowRank(1, begins=0, matrices=matrices))
+    for one in got:
+        np.testing.assert_allclose(one[3][0].astype(np.float64), 30000, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of training step 2")
+@pytest.mark.parametrize("matrices", ["bucket", "layers"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_no_number_shows_on_all_ranks_and_is_not_kept(matrices: str, wrong: float) -> None:
     """A step that is skipped leaves no trace: the next ones are those of a run without it."""

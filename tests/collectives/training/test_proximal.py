@@ -20,15 +20,19 @@ def gradient(rank: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return (weights - (rank + 1)) * np.linspace(0.5, 1.5, weights.size)
 
 
-def trained(mode: LocalSGD, steps: int, *, saved_at: int | None = None) -> list[list[np.ndarray[Any, Any]]]:
-    """The weights of all ranks after each step of descent, in float64."""
-    weights = [np.zeros(6) for _ in range(RANKS)]
-    synchronizer = GradientSynchronizer([[one] for one in weights], PLAN, backend="loopback", mode=mode)
+def trained(
+    mode: LocalSGD, steps: int, *, saved_at: int | None = None, scale: float | None = None
+) -> list[list[np.ndarray[Any, Any]]]:
+    """The weights of all ranks after each step of descent, in float64; gradients may have a loss scale."""
+    weights, by = [np.zeros(6) for _ in range(RANKS)], scale or 1.0
+    synchronizer = GradientSynchronizer(
+        [[one] for one in weights], PLAN, backend="loopback", mode=mode, loss_scale=scale
+    )
     seen = []
     for step in range(steps):
-        given = [[gradient(rank, one)] for rank, one in enumerate(weights)]
+        given = [[gradient(rank, one) * by] for rank, one in enumerate(weights)]
         for one, (average,) in zip(weights, synchronizer.step(given), strict=True):
-            one -= 0.1 * average
+            one -= 0.1 * (average / by)
         synchronizer.after_step([[one] for one in weights])
         seen.append([one.copy() for one in weights])
         if step == saved_at:
@@ -44,6 +48,11 @@ def trained(mode: LocalSGD, steps: int, *, saved_at: int | None = None) -> list[
 def test_no_pull_is_local_sgd_bit_for_bit() -> None:
     np.testing.assert_array_equal(trained(LocalSGD(3, proximal=0.0), 8), trained(LocalSGD(3), 8))
     assert (LocalSGD(3, proximal=0), f"{LocalSGD(3)}") == (LocalSGD(3), "LocalSGD(every=3)")
+
+
+def test_the_pull_is_multiplied_by_the_loss_scale_of_the_gradients() -> None:
+    mode = LocalSGD(3, proximal=0.7)
+    np.testing.assert_array_equal(trained(mode, 8, scale=1024.0), trained(mode, 8))
 
 
 def test_the_pull_is_the_way_from_the_last_average() -> None:

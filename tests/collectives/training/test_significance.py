@@ -58,6 +58,7 @@ def test_what_is_sent_and_what_is_kept_add_up(admission: int) -> None:
 
 
 @pytest.mark.parametrize("admission", [1, 3])
+@pytest.mark.filterwarnings("ignore:gradients of training step")
 def test_what_is_no_number_is_sent_at_once_and_not_kept(admission: int) -> None:
     """All ranks see it in its step, and never again."""
     steps = drawn(4, 700)
