@@ -20,10 +20,15 @@ from torch._C._distributed_c10d import GradBucket
 from collectives.arrays.torch_arrays import on_gpu
 from collectives.communicator.handle import Handle
 from collectives.torch.futures import future_of
-from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers, ParameterResiduals
+from collectives.torch.parameter_residuals import (
+    BucketLayout,
+    ParameterNumbers,
+    ParameterResiduals,
+    real_count,
+)
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
-from collectives.training.kept_memory import Part, told, warn_of_lost
+from collectives.training.kept_memory import Part, real_shape, told, warn_of_lost
 from collectives.training.recorder import Recorder
 from collectives.training.uneven import Presence
 from topoplan.errors import TopoplanError
@@ -174,7 +179,7 @@ class BucketExchange:
         """Which parameters a bucket holds."""
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
-        return BucketLayout(numbers, tuple(one.numel() for one in parameters))
+        return BucketLayout(numbers, tuple(real_count(one) for one in parameters))
 
     @property
     def arrivals(self) -> list[list[int]] | None:
@@ -262,7 +267,12 @@ class BuiltInExchange:
 def _parts_of(layout: BucketLayout, bucket: Bucket) -> tuple[Part, ...]:
     """The parameters of a bucket, by their numbers in the model."""
     return tuple(
-        Part(f"parameter {number}", start, stop, tuple(one.shape))
+        Part(
+            f"parameter {number}",
+            start,
+            stop,
+            real_shape(tuple(one.shape)) if one.is_complex() else tuple(one.shape),
+        )
         for (number, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True)
     )
 

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import LocalSGD
 from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.bucket_exchange import in_bucket
 from collectives.training.kept_memory import SETTLED
@@ -80,7 +80,8 @@ class ModeExchange:
             As `BucketExchange.average`.
         """
         averager = self._averager
-        key = self._in_step.layout_of(bucket).key
+        layout = self._in_step.layout_of(bucket)
+        key = layout.key
         self._buckets[key] = bucket.parameters()
         self._parameters.update((id(one), one) for one in self._buckets[key])
         try:
@@ -93,7 +94,7 @@ class ModeExchange:
                 about = f"bucket {bucket.index()} of {buffer.nbytes} bytes"
                 rank = self._in_step.rank
                 raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
-            self._pull_back(bucket)
+            self._pull_back(layout, bucket)
             if bucket.is_last():
                 self._end_step()
         except TopoplanError:
@@ -202,7 +203,7 @@ class ModeExchange:
 
     def _glance(self) -> torch.Tensor:
         return torch.cat(
-            [one.detach().reshape(-1)[:GLANCE].double().cpu() for one in self._parameters.values()]
+            [_real_line(one)[:GLANCE].double().cpu() for one in self._parameters.values()]
         )
 
     def _use(
@@ -225,20 +226,22 @@ class ModeExchange:
                 one.grad = torch.zeros_like(one)
             for key, line in left.items():
                 parameters = self._buckets[key]
-                parts = _parts(torch.from_numpy(line.reshape(-1)), parameters)
+                parts = torch.from_numpy(line.reshape(-1)).split([real_count(one) for one in parameters])
                 for part, one in zip(parts, parameters, strict=True):
                     assert one.grad is not None, "zeros were put there"
-                    one.grad += part.to(one.grad)
+                    one.grad += gradient_view(part, one).to(one.grad)
             for step in steps:
                 step()
 
-    def _pull_back(self, bucket: GradBucket) -> None:
+    def _pull_back(self, layout: BucketLayout, bucket: GradBucket) -> None:
         """Add to a bucket what pulls its parameters to where they were last averaged; see `Proximal`."""
         mode = self._averager.mode
         if not isinstance(mode, LocalSGD) or not mode.proximal:
             return
-        for gradient, one in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        buffer = bucket.buffer()
+        for (_, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True):
             if id(one) in self._anchors:
+                gradient = gradient_view(buffer[start:stop], one)
                 gradient.add_(one.detach() - self._anchors[id(one)], alpha=mode.proximal)
             else:
                 self._anchors[id(one)] = one.detach().clone()
@@ -250,11 +253,12 @@ class ModeExchange:
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for one in parameters:
             groups.setdefault((one.dtype, one.device), []).append(one.detach())
-        lines = [torch.cat([one.reshape(-1) for one in group]) for group in groups.values()]
+        lines = [torch.cat([_real_line(one) for one in group]) for group in groups.values()]
         average_parameters(self._communicator, self._averager.recorder, lines)
         for line, group in zip(lines, groups.values(), strict=True):
-            for part, tensor in zip(_parts(line, group), group, strict=True):
-                tensor.copy_(part)
+            for part, tensor in zip(line.split([real_count(one) for one in group]), group, strict=True):
+                found = torch.view_as_complex(part.view(part.numel() // 2, 2)) if tensor.is_complex() else part
+                tensor.copy_(found.view_as(tensor))
 
 
 class Apart:
@@ -304,9 +308,7 @@ def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             one.grad = gradient
 
 
-def _parts(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A line cut into the shapes of tensors that lie one after another in it."""
-    ends = list(accumulate(one.numel() for one in tensors))
-    starts = [0, *ends[:-1]]
-    places = zip(starts, ends, tensors, strict=True)
-    return [line[start:stop].view_as(one) for start, stop, one in places]
+def _real_line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor row by row, complex ones as real and imaginary part in turn."""
+    found = tensor.detach()
+    return (torch.view_as_real(found.resolve_conj()) if found.is_complex() else found).reshape(-1)

@@ -1,0 +1,123 @@
+"""One of two ranks: DDP with the hook on models of every kind; what it saw is written to ``OUT/RANK.json``.
+
+Complex parameters, sparse embeddings, buffers, copies, compiled models, and states that are given to two models.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import LocalSGD
+from collectives.backends.torch.gloo_threads import let_go
+from collectives.torch import HookState, topoplan_hook
+from collectives.training.low_rank import LowRank
+
+STEPS = 10
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "compress": {"compress": "bfloat16"},
+    "low_rank": {"low_rank": 1},
+    "layers": {"low_rank": LowRank(2, matrices="layers")},
+    "codes": {"codes": 16},
+    "significance": {"significance": 1e-3},
+    "density": {"density": 0.2},
+    "momentum": {"density": 0.2, "momentum": 0.5},
+    "ssp": {"mode": "ssp:1"},
+    "asp": {"mode": "asp"},
+    "local": {"mode": "local:3"},
+    "emso": {"mode": LocalSGD(3, proximal=0.1)},
+    "shrink": {"on_failure": "shrink"},
+}
+
+EXACT = ("dense", "shrink")
+"""Ways that must give the bits of DDP's own allreduce."""
+
+
+class Complex(nn.Module):
+    """Parameters of complex and real types, in several layouts, each with a target of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+
+        def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(shape, dtype=dtype, generator=generator)
+
+        self.whole = nn.Parameter(drawn(6, 5, dtype=torch.complex64))
+        self.turned = nn.Parameter(drawn(4, 6, dtype=torch.complex64).T)
+        self.gaps = nn.Parameter(drawn(4, 6, dtype=torch.complex64)[:, ::2])
+        self.scalar = nn.Parameter(drawn(dtype=torch.complex64))
+        self.conjugated = nn.Parameter(drawn(5, dtype=torch.complex64).conj())
+        self.empty = nn.Parameter(drawn(0, 3, dtype=torch.complex64))
+        self.wide = nn.Parameter(drawn(7, dtype=torch.complex128))
+        self.real = nn.Parameter(drawn(9, dtype=torch.float32))
+        self.image = nn.Parameter(drawn(2, 3, 2, 2, dtype=torch.float32).to(memory_format=torch.channels_last))
+
+    def forward(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        losses = []
+        for one in self.parameters():
+            target = torch.randn(one.shape, dtype=one.dtype, generator=generator)
+            losses.append((one - target).abs().square().sum().double())
+        return torch.stack(losses).sum()
+
+
+def bits(network: nn.Module) -> list[float]:
+    """Return all parameters as real numbers, row by row."""
+    wide = [one.detach().resolve_conj().to(torch.complex128) for one in network.parameters()]
+    return torch.cat([torch.view_as_real(one).flatten() for one in wide]).tolist()
+
+
+def trained(
+    network: nn.Module, way: dict[str, Any] | None, forward: Callable[[nn.Module, int], torch.Tensor]
+) -> list[float]:
+    """Return the parameters after some steps of SGD, and after `finish`."""
+    model = DistributedDataParallel(network, bucket_cap_mb=0.0002)
+    state = None if way is None else HookState(**way)
+    if state is not None:
+        state.register(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        forward(model, 100 * step + dist.get_rank()).backward()
+        optimizer.step()
+    if state is not None:
+        state.finish()
+        state.close()
+    return bits(network)
+
+
+def complex_parameters() -> dict[str, Any]:
+    """Train by every way, beside DDP alone."""
+    found = {}
+    for name, way in {"plain": None, **WAYS}.items():
+        found[name] = trained(Complex(), way, lambda model, seed: model(seed))
+    return found
+
+
+STAGES: tuple[Callable[[], dict[str, Any]], ...] = (complex_parameters,)
+
+
+def main() -> None:
+    """Run the stages that are named, or all."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    chosen = [one for one in STAGES if one.__name__ in sys.argv[2:]] or STAGES
+    told = {one.__name__: one() for one in chosen}
+    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")
+    let_go()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
