@@ -202,9 +202,7 @@ class ModeExchange:
             )
 
     def _glance(self) -> torch.Tensor:
-        return torch.cat(
-            [_real_line(one)[:GLANCE].double().cpu() for one in self._parameters.values()]
-        )
+        return torch.cat([_real_line(one)[:GLANCE].double().cpu() for one in self._parameters.values()])
 
     def _use(
         self,
@@ -257,7 +255,9 @@ class ModeExchange:
         average_parameters(self._communicator, self._averager.recorder, lines)
         for line, group in zip(lines, groups.values(), strict=True):
             for part, tensor in zip(line.split([real_count(one) for one in group]), group, strict=True):
-                found = torch.view_as_complex(part.view(part.numel() // 2, 2)) if tensor.is_complex() else part
+                found = (
+                    torch.view_as_complex(part.view(part.numel() // 2, 2)) if tensor.is_complex() else part
+                )
                 tensor.copy_(found.view_as(tensor))
 
 

@@ -61,7 +61,9 @@ class Complex(nn.Module):
         self.empty = nn.Parameter(drawn(0, 3, dtype=torch.complex64))
         self.wide = nn.Parameter(drawn(7, dtype=torch.complex128))
         self.real = nn.Parameter(drawn(9, dtype=torch.float32))
-        self.image = nn.Parameter(drawn(2, 3, 2, 2, dtype=torch.float32).to(memory_format=torch.channels_last))
+        self.image = nn.Parameter(
+            drawn(2, 3, 2, 2, dtype=torch.float32).to(memory_format=torch.channels_last)
+        )
 
     def forward(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
