@@ -8,6 +8,7 @@ Its state says by which plan, how, and what sparse gradients have left over.
 import io
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
@@ -27,7 +28,7 @@ from collectives.communicator.going_on import can_go_on
 from collectives.job.given_plan import GivenPlan
 from collectives.peers.error_rounds import check_all
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
-from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
+from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange, give_unused_rows
 from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
 from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
@@ -206,6 +207,7 @@ class HookState:
         self.shrunk: tuple[Shrunk, ...] = ()
         self._on_change = on_change
         self._registered = on_failure == "raise"
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if invitation is not None:
@@ -257,6 +259,9 @@ class HookState:
     def register(self, model: DistributedDataParallel) -> None:
         """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
 
+        Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows where DDP
+        looks for unused parameters; torch itself ends such a backward with "Expected sparse gradient to be defined".
+
         What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
         model for which it does so is refused, unless the group goes on, too ("topoplan" with
         TOPOPLAN_ON_FAILURE=shrink). Buckets are arranged in the second forward pass, which over other groups asks all
@@ -265,7 +270,7 @@ class HookState:
         Raises
         ------
         UsageError
-            It is no DDP, or asks for what cannot go on.
+            It is no DDP, or asks for what cannot go on; or this state is registered already.
         """
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
@@ -273,8 +278,12 @@ class HookState:
             )
         if isinstance(self.buckets, GoingOnExchange):
             check_goes_on(model)
+        if (found := self._model()) is not None:
+            which = "with this model" if found is model else "with another model, whose steps it counts"
+            raise UsageError(f"this HookState is registered {which}; make a HookState for each model, once")
         model.register_comm_hook(self, topoplan_hook)
-        self._registered = True
+        self._registered, self._model = True, weakref.ref(model)
+        give_unused_rows(model)
 
     def grow(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.

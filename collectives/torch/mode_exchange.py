@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import LocalSGD
-from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.bucket_exchange import BucketExchange, nbytes_of, rows_in
 from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.bucket_exchange import in_bucket
@@ -57,6 +57,8 @@ class ModeExchange:
         self._parameters: dict[int, torch.Tensor] = {}
         self._averaged: dict[int, int] = {}
         self._anchors: dict[int, torch.Tensor] = {}
+        self._sparse: dict[int, int] = {}
+        """Of parameters with sparse gradients, how many axes number the rows."""
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._told = False
         self._seen: torch.Tensor | None = None
@@ -89,9 +91,12 @@ class ModeExchange:
                 return self._in_step.average(bucket)
             buffer: torch.Tensor = bucket.buffer()
             try:
-                averager.start(key, buffer, out=buffer)
+                if buffer.is_sparse:
+                    self._start_sparse(key, buffer)
+                else:
+                    averager.start(key, buffer, out=buffer)
             except TopoplanError as error:
-                about = f"bucket {bucket.index()} of {buffer.nbytes} bytes"
+                about = f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
                 rank = self._in_step.rank
                 raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
             self._pull_back(layout, bucket)
@@ -105,6 +110,18 @@ class ModeExchange:
         )
         future.set_result(buffer)
         return future
+
+    def _start_sparse(self, key: str, buffer: torch.Tensor) -> None:
+        """Average a sparse gradient with what has come: its own rows, and those of others that hold something."""
+        (parameter,) = self._buckets[key]
+        self._sparse[id(parameter)] = buffer.sparse_dim()
+        if self._local:
+            return  # it stays as it is
+        own = buffer.coalesce()
+        whole = own.to_dense()
+        line = whole.view(-1)
+        self._averager.start(key, line, out=line)
+        buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 
     def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """With `LocalSGD`, average parameters that have moved as often as it is time, and not again."""
@@ -228,6 +245,10 @@ class ModeExchange:
                 for part, one in zip(parts, parameters, strict=True):
                     assert one.grad is not None, "zeros were put there"
                     one.grad += gradient_view(part, one).to(one.grad)
+            for one in self._parameters.values():
+                if (axes := self._sparse.get(id(one))) is not None:
+                    assert one.grad is not None, "zeros were put there"
+                    one.grad = rows_in(one.grad, axes)
             for step in steps:
                 step()
 
@@ -239,8 +260,11 @@ class ModeExchange:
         buffer = bucket.buffer()
         for (_, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True):
             if id(one) in self._anchors:
-                gradient = gradient_view(buffer[start:stop], one)
-                gradient.add_(one.detach() - self._anchors[id(one)], alpha=mode.proximal)
+                pull = one.detach() - self._anchors[id(one)]
+                if buffer.is_sparse:
+                    buffer.add_(rows_in(pull, buffer.sparse_dim()), alpha=mode.proximal)
+                else:
+                    gradient_view(buffer[start:stop], one).add_(pull, alpha=mode.proximal)
             else:
                 self._anchors[id(one)] = one.detach().clone()
 

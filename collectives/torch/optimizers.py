@@ -36,7 +36,8 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
     Parameters
     ----------
     params : iterable of parameters, or of groups
-        Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
+        Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of
+        normalisations.
     defaults : dict
         Options of groups that do not say otherwise.
     communicator : Communicator, HookState or None

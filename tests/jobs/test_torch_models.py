@@ -35,3 +35,18 @@ def test_complex_parameters_end_where_ddp_alone_ends(models: Told) -> None:
     assert max(away[name] for name in ("compress", "codes", "significance", "local", "emso")) < 0.02
     assert max(away[name] for name in ("ssp", "asp")) < 0.2
     assert max(away.values()) < 1.0
+
+
+def test_sparse_embeddings_are_averaged_by_rows_in_every_way(models: Told) -> None:
+    """Two of them beside a complex parameter; the same bits on all ranks, and by exact ways those of DDP alone."""
+    first, second = (one["sparse_embeddings"] for one in models)
+    assert {name for name in first if first[name] != second[name]} == set()
+    away = {name: furthest(first["plain"], one) for name, one in first.items() if "unused" not in name}
+    assert away["dense"] == away["shrink"] == 0.0
+    assert max(away.values()) < 1.0
+
+
+def test_a_sparse_embedding_that_some_or_all_ranks_leave_out_needs_nothing_from_them(models: Told) -> None:
+    found = models[0]["sparse_embeddings"]
+    assert furthest(found["unused, alone"], found["unused"]) < 1e-5
+    assert furthest(found["unused, alone"], found["unused, density"]) < 0.5

@@ -107,7 +107,59 @@ def complex_parameters() -> dict[str, Any]:
     return found
 
 
-STAGES: tuple[Callable[[], dict[str, Any]], ...] = (complex_parameters,)
+class Tables(nn.Module):
+    """Sparse embeddings, of which a step may leave one out, beside a complex and a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(30, 4, sparse=True)
+        self.bags = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, seed: int, bags: bool = True) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = self.words(torch.randint(30, (6,), generator=generator))
+        if bags:
+            hidden = hidden + self.bags(torch.randint(20, (6, 3), generator=generator))
+        return (self.out((hidden.to(torch.complex64) @ self.turn).abs()) - 1).square().mean()
+
+
+def sparse_embeddings() -> dict[str, Any]:
+    """Train by every way, beside DDP alone; and with tables that some ranks or all leave out in some steps."""
+    found: dict[str, Any] = {}
+    for name, way in {"plain": None, **WAYS}.items():
+        found[name] = trained(Tables(), way, lambda model, seed: model(seed))
+    for name, density in (("unused", None), ("unused, density", 0.2)):
+        network = Tables()
+        model = DistributedDataParallel(network, find_unused_parameters=True)
+        state = HookState(density=density)
+        state.register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(100 * step + state.rank, bags=uses_bags(step, state.rank)).backward()
+            optimizer.step()
+        state.close()
+        found[name] = bits(network)
+    network = Tables()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [network(100 * step + rank, bags=uses_bags(step, rank)) for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    found["unused, alone"] = bits(network)
+    return found
+
+
+def uses_bags(step: int, rank: int) -> bool:
+    """Whether a rank uses the second table: both, one, none and none in turn."""
+    return step % 4 == 0 or (step % 4 == 1 and rank == 0)
+
+
+STAGES: tuple[Callable[[], dict[str, Any]], ...] = (complex_parameters, sparse_embeddings)
 
 
 def main() -> None:
