@@ -4,8 +4,8 @@ The last bucket of a step waits for the others and is then averaged in the threa
 do, no other thread has to be woken for it, and an error of any bucket comes out of ``loss.backward()`` as it is; DDP
 itself would turn it into another one. Where no plan fits the process group, torch's own allreduce averages.
 
-A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange the rows that they have by
-an allgather of the plan, whole, whatever filter or density the settings name.
+A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange the rows that they have
+by an allgather of the plan, whole, whatever filter or density the settings name.
 """
 
 from __future__ import annotations

@@ -9,14 +9,19 @@ need not do it equally often.
 
 from __future__ import annotations
 
+import gc
+import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from collectives.communicator.communicator import Communicator
@@ -168,6 +173,7 @@ class ModeExchange:
             self._use(averager.finish(), steps, optimisers)
         self._average(list(self._parameters.values()))
         self._averaged = dict.fromkeys(self._parameters, averager.due)
+        self._share_buffers()
         self._apart.steps = 0
 
     def close(self) -> None:
@@ -268,6 +274,32 @@ class ModeExchange:
             else:
                 self._anchors[id(one)] = one.detach().clone()
 
+    def _share_buffers(self) -> None:
+        """Make the buffers that differ between ranks the same: averages, and of integers the largest."""
+        comm = self._communicator
+        named = _buffers_beside(list(self._parameters.values()))
+        told = [
+            (
+                name,
+                str(one.dtype),
+                sha256(_real_line(one).cpu().contiguous().view(torch.uint8).numpy()).hexdigest(),
+            )
+            for name, one in named
+        ]
+        ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(told))]
+        if any([one[:2] for one in mine] != [one[:2] for one in ranks[0]] for mine in ranks):
+            warnings.warn("ranks have other buffers than each other, which stay as they are", stacklevel=4)
+            return
+        differ = [
+            one for (_, one), *found in zip(named, *ranks, strict=True) if any(x != found[0] for x in found)
+        ]
+        self._average([one for one in differ if one.is_floating_point() or one.is_complex()])
+        for one in differ:
+            if not one.is_floating_point() and not one.is_complex():
+                line = one.to(torch.int64).reshape(-1)
+                comm.all_reduce(line, op="max", out=line)
+                one.copy_(line.view_as(one))
+
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average parameters over all ranks, those of one type together."""
         for one in parameters:
@@ -300,6 +332,20 @@ class Apart:
                 "state.finish() after the last step",
                 stacklevel=2,
             )
+
+
+def _buffers_beside(parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers, by name, of the DDP models that have these parameters; a hook is not told its model."""
+    wanted = set(map(id, parameters))
+    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    found = {
+        id(buffer): (name, buffer)
+        for model in models
+        if not wanted.isdisjoint(map(id, model.module.parameters()))
+        for name, buffer in model.module.named_buffers()
+        if name not in getattr(model, "parameters_to_ignore", ()) and buffer.layout == torch.strided
+    }
+    return sorted(found.values(), key=itemgetter(0))
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:

@@ -2,7 +2,8 @@
 
 Gradients are copied into the memory of their bucket, exchanged there, and averages copied out of it; one that is alone
 in its bucket is exchanged where it lies. Complex gradients are exchanged as the real numbers that they hold. Buckets
-start in their order on every rank, whatever the order in which gradients come. Where one fails, the error is told with training step and bucket, and the step is given up.
+start in their order on every rank, whatever the order in which gradients come. Where one fails, the error is told with
+training step and bucket, and the step is given up.
 """
 
 from __future__ import annotations

@@ -50,3 +50,47 @@ def test_a_sparse_embedding_that_some_or_all_ranks_leave_out_needs_nothing_from_
     found = models[0]["sparse_embeddings"]
     assert furthest(found["unused, alone"], found["unused"]) < 1e-5
     assert furthest(found["unused, alone"], found["unused, density"]) < 0.5
+
+
+def test_a_copied_or_pickled_state_goes_on_where_the_other_one_was(models: Told) -> None:
+    """Alone or inside a copied model: no connection before its first step, and then the same bits."""
+    for one in models:
+        found = dict(one["copies"])
+        assert found.pop("saved")
+        refused, apart = found.pop("of a group")
+        assert refused.startswith("UsageError: a HookState with group= cannot be pickled")
+        assert apart
+        assert len(found) == 8
+        for how in found.values():
+            assert how["before"] == [True, 4, 5]
+            assert how["same"]
+        assert len({tuple(how["bits"]) for how in found.values()}) == 1
+
+
+MISPLACED = {
+    "one after another": "UsageError: this HookState counts the steps of one model and is registered with another",
+    "at once": "UsageError: this HookState counts the steps of one model and is registered with another",
+    "again": "UsageError: this HookState is registered with this model; make a HookState for each model, once",
+    "another": "UsageError: this HookState is registered with another model, whose steps it counts",
+    "fsdp": "UsageError: topoplan_hook is for DistributedDataParallel, and FSDP called it; leave register_comm_hook",
+    "python reducer": "UsageError: topoplan_hook needs the buckets of DDP's reducer, and the Python reducer has none",
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_hook_in_another_place_than_one_ddp_model_is_one_clear_error(models: Told, name: str) -> None:
+    assert all(one["misplaced"][name].startswith(MISPLACED[name]) for one in models)
+
+
+@pytest.mark.parametrize("mode", ["local:3", "ssp:1", "asp"])
+def test_buffers_that_differ_are_averaged_by_finish_and_counts_are_the_largest(models: Told, mode: str) -> None:
+    """Running statistics and complex buffers are averaged; a constant keeps its bits."""
+    (before, after), (other, same) = (one["buffers"][mode] for one in models)
+    assert after == same
+    assert after["constant"] == before["constant"] == other["constant"]
+    count = "layers.1.num_batches_tracked"
+    assert after[count] == max(before[count], other[count])
+    for name in ("layers.1.running_mean", "layers.1.running_var", "turn"):
+        assert before[name] != other[name]
+        mean = (torch.tensor(before[name]) + torch.tensor(other[name])) / 2
+        assert torch.allclose(torch.tensor(after[name]), mean)

@@ -5,7 +5,10 @@ Complex parameters, sparse embeddings, buffers, copies, compiled models, and sta
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +162,157 @@ def uses_bags(step: int, rank: int) -> bool:
     return step % 4 == 0 or (step % 4 == 1 and rank == 0)
 
 
-STAGES: tuple[Callable[[], dict[str, Any]], ...] = (complex_parameters, sparse_embeddings)
+class Small(nn.Module):
+    """A layer, a normalisation with statistics, and another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+        self.register_buffer("constant", torch.tensor([0.1, 0.2, 0.3]))
+        self.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+
+    def forward(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        self.turn += seed * 1j
+        return (self.layers(torch.randn(12, 6, generator=generator)) - 1).square().mean()
+
+
+def steps(model: nn.Module, first: int, last: int) -> None:
+    """Train by plain descent."""
+    for step in range(first, last):
+        model.zero_grad()
+        model(100 * step + dist.get_rank()).backward()
+        with torch.no_grad():
+            for one in model.parameters():
+                one -= 0.05 * one.grad
+
+
+def copies() -> dict[str, Any]:
+    """Copy and pickle a state and its model in the middle of a run, and go on with the copies."""
+    found: dict[str, Any] = {}
+    for name, copied in {
+        "deepcopy": copy.deepcopy,
+        "copy": copy.copy,
+        "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+        "with model": None,
+    }.items():
+        for listed in (False, True):
+            network = Small()
+            model = DistributedDataParallel(network)
+            state = HookState(
+                density=0.2, parameters=network.parameters() if listed and name != "pickle" else None
+            )
+            model.register_comm_hook(state, topoplan_hook)
+            steps(model, 0, 4)
+            if copied is None:
+                other = copy.deepcopy(model)
+                twin = other._comm_hooks[0][1]
+                where = other.module
+            else:
+                where, twin = copy.deepcopy(network), copied(state)
+                other = DistributedDataParallel(where if not listed or name == "pickle" else network)
+            before = twin.communicator is None, twin.recorder.step, twin.state_dict()["residuals"].keys()
+            if other.module is not network:
+                steps(model, 4, 7)
+            state.close()
+            other.register_comm_hook(twin, topoplan_hook)
+            steps(other, 4, 7)
+            twin.finish()
+            twin.close()
+            found[f"{name}, {listed}"] = {
+                "before": [before[0], before[1], len(before[2])],
+                "same": bits(other.module) == bits(network),
+                "bits": bits(other.module),
+            }
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    found["saved"] = bits(loaded.module) == bits(averaged.module.module) == bits(network)
+    group = dist.new_group([0, 1])
+    own = HookState(group=group)
+    found["of a group"] = [told(lambda: pickle.dumps(own)), copy.deepcopy(own).communicator is None]
+    own.close()
+    return found
+
+
+def told(act: Callable[[], object]) -> str:
+    """Return the type and text of what is raised."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def misplaced() -> dict[str, Any]:
+    """Give one state to two models or twice, and the hook to FSDP and to the Python reducer."""
+    found = {}
+    for name in ("one after another", "at once"):
+        models = [DistributedDataParallel(Small(), bucket_cap_mb=0.0001) for _ in range(2)]
+        state = HookState()
+        for one in models:
+            one.register_comm_hook(state, topoplan_hook)
+        if name == "at once":
+            found[name] = told(lambda: (models[0](1) + models[1](1)).backward())  # noqa: B023
+        else:
+            steps(models[0], 0, 3)
+            found[name] = told(lambda: steps(models[1], 0, 1))  # noqa: B023
+        state.close()
+    state = HookState()
+    model = DistributedDataParallel(Small())
+    state.register(model)
+    found["again"] = told(lambda: state.register(model))
+    found["another"] = told(lambda: state.register(DistributedDataParallel(Small())))
+    steps(model, 0, 3)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu"))
+    sharded.register_comm_hook(state, topoplan_hook)
+    found["fsdp"] = told(lambda: sharded(torch.ones(2, 6)).sum().backward())
+    hook: Any = topoplan_hook
+    found["python reducer"] = told(lambda: hook(state, (torch.ones(2), torch.ones(2))))
+    state.close()
+    return found
+
+
+def buffers() -> dict[str, Any]:
+    """The buffers after `finish`, by mode, beside those before it."""
+    found = {}
+    for mode in ("local:3", "ssp:1", "asp"):
+        network = Small()
+        model = DistributedDataParallel(network, broadcast_buffers=False)
+        state = HookState(mode=mode)
+        model.register_comm_hook(state, topoplan_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(4 + dist.get_rank() * (mode == "asp")):
+            optimizer.zero_grad()
+            model(100 * step + dist.get_rank()).backward()
+            optimizer.step()
+        before = {
+            name: torch.view_as_real(one.to(torch.complex128)).tolist()
+            for name, one in network.named_buffers()
+        }
+        state.finish()
+        state.close()
+        after = {
+            name: torch.view_as_real(one.to(torch.complex128)).tolist()
+            for name, one in network.named_buffers()
+        }
+        found[mode] = [before, after]
+    return found
+
+
+STAGES: tuple[Callable[[], dict[str, Any]], ...] = (
+    complex_parameters,
+    sparse_embeddings,
+    copies,
+    misplaced,
+    buffers,
+)
 
 
 def main() -> None:
