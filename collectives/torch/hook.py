@@ -171,10 +171,11 @@ class HookState:
         on_change: Callable[[int, int], object] | None = None,
         invitation: str | None = None,
     ) -> None:
-        parameters = None if parameters is None else tensors_of(parameters)
-        self._arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "invitation")
+        listed = None if parameters is None else tensors_of(parameters)
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "invitation", "listed")
         }
+        self._arguments: dict[str, Any] = {**given, "parameters": listed}
         if group is not None and dist.is_initialized() and group is dist.group.WORLD:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
@@ -204,7 +205,7 @@ class HookState:
                 Significance.of(significance),
             )
 
-        numbers = ParameterNumbers(parameters)
+        numbers = ParameterNumbers(listed)
         if not dist.is_initialized():
             settings()  # nobody waits for this rank yet
         self.group = existing_group(group)

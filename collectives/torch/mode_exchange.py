@@ -247,7 +247,9 @@ class ModeExchange:
                 one.grad = torch.zeros_like(one)
             for key, line in left.items():
                 parameters = self._buckets[key]
-                parts = torch.from_numpy(line.reshape(-1)).split([real_count(one) for one in parameters])
+                parts = torch.split(
+                    torch.from_numpy(line.reshape(-1)), [real_count(one) for one in parameters]
+                )
                 for part, one in zip(parts, parameters, strict=True):
                     assert one.grad is not None, "zeros were put there"
                     one.grad += gradient_view(part, one).to(one.grad)
@@ -282,7 +284,7 @@ class ModeExchange:
             (
                 name,
                 str(one.dtype),
-                sha256(_real_line(one).cpu().contiguous().view(torch.uint8).numpy()).hexdigest(),
+                sha256(_real_line(one).cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
             )
             for name, one in named
         ]
@@ -310,7 +312,9 @@ class ModeExchange:
         lines = [torch.cat([_real_line(one) for one in group]) for group in groups.values()]
         average_parameters(self._communicator, self._averager.recorder, lines)
         for line, group in zip(lines, groups.values(), strict=True):
-            for part, tensor in zip(line.split([real_count(one) for one in group]), group, strict=True):
+            for part, tensor in zip(
+                torch.split(line, [real_count(one) for one in group]), group, strict=True
+            ):
                 found = (
                     torch.view_as_complex(part.view(part.numel() // 2, 2)) if tensor.is_complex() else part
                 )

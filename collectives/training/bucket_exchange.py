@@ -66,10 +66,11 @@ class BucketMemory:
         self.parts = tuple(
             Part(
                 f"gradient {index}",
-                *(wide * border for border in self._places[index]),
+                start * wide,
+                stop * wide,
                 real_shape(self._shapes[index]) if wide == 2 else self._shapes[index],
             )
-            for index in bucket.members
+            for index, (start, stop) in self._places.items()
         )
         self._lines: list[Any] = []
         if not self.alone:

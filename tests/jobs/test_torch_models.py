@@ -83,7 +83,9 @@ def test_a_hook_in_another_place_than_one_ddp_model_is_one_clear_error(models: T
 
 
 @pytest.mark.parametrize("mode", ["local:3", "ssp:1", "asp"])
-def test_buffers_that_differ_are_averaged_by_finish_and_counts_are_the_largest(models: Told, mode: str) -> None:
+def test_buffers_that_differ_are_averaged_by_finish_and_counts_are_the_largest(
+    models: Told, mode: str
+) -> None:
     """Running statistics and complex buffers are averaged; a constant keeps its bits."""
     (before, after), (other, same) = (one["buffers"][mode] for one in models)
     assert after == same

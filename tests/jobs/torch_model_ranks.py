@@ -191,12 +191,13 @@ def steps(model: nn.Module, first: int, last: int) -> None:
 def copies() -> dict[str, Any]:
     """Copy and pickle a state and its model in the middle of a run, and go on with the copies."""
     found: dict[str, Any] = {}
-    for name, copied in {
+    ways: dict[str, Callable[[HookState], HookState] | None] = {
         "deepcopy": copy.deepcopy,
         "copy": copy.copy,
         "pickle": lambda state: pickle.loads(pickle.dumps(state)),
         "with model": None,
-    }.items():
+    }
+    for name, copied in ways.items():
         for listed in (False, True):
             network = Small()
             model = DistributedDataParallel(network)
@@ -225,7 +226,7 @@ def copies() -> dict[str, Any]:
                 "same": bits(other.module) == bits(network),
                 "bits": bits(other.module),
             }
-    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged: Any = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -250,7 +251,7 @@ def told(act: Callable[[], object]) -> str:
 
 def misplaced() -> dict[str, Any]:
     """Give one state to two models or twice, and the hook to FSDP and to the Python reducer."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("one after another", "at once"):
         models = [DistributedDataParallel(Small(), bucket_cap_mb=0.0001) for _ in range(2)]
         state = HookState()
