@@ -202,6 +202,10 @@ class CupyArrays:
         """See `ArrayLibrary.shaped`."""
         return line.reshape(shape)
 
+    def reals(self, line: Any) -> Any:
+        """See `ArrayLibrary.reals`."""
+        return line.view(line.dtype.char.lower()) if line.dtype.kind == "c" else line
+
     def overlap(self, one: Any, other: Any) -> bool:
         """See `ArrayLibrary.overlap`; from addresses and strides alone, nothing is read."""
         if not one.size or not other.size:

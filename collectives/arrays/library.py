@@ -83,6 +83,9 @@ class ArrayLibrary(Protocol[Array]):
     def shaped(self, line: Array, shape: tuple[int, ...]) -> Array:
         """A line in another shape, the same memory."""
 
+    def reals(self, line: Array) -> Array:
+        """The real and imaginary parts of a contiguous complex line in turn, the same memory; another line as it is."""
+
     def overlap(self, one: Array, other: Array) -> bool:
         """Whether two arrays share memory."""
 

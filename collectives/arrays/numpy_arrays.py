@@ -144,6 +144,10 @@ class NumpyArrays:
         """See `ArrayLibrary.shaped`."""
         return line.reshape(shape)
 
+    def reals(self, line: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.reals`."""
+        return line.view(line.real.dtype) if line.dtype.kind == "c" else line
+
     def overlap(self, one: AnyArray, other: AnyArray) -> bool:
         """See `ArrayLibrary.overlap`."""
         return np.may_share_memory(one, other) and np.shares_memory(one, other)

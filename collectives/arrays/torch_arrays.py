@@ -232,6 +232,10 @@ class TorchArrays:
         """See `ArrayLibrary.shaped`."""
         return line.view(shape)
 
+    def reals(self, line: torch.Tensor) -> torch.Tensor:
+        """See `ArrayLibrary.reals`."""
+        return torch.view_as_real(line).view(2 * line.numel()) if line.is_complex() else line
+
     def overlap(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """See `ArrayLibrary.overlap`."""
         if one.device != other.device:

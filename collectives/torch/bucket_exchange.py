@@ -3,6 +3,9 @@
 The last bucket of a step waits for the others and is then averaged in the thread of backward: DDP has nothing else to
 do, no other thread has to be woken for it, and an error of any bucket comes out of ``loss.backward()`` as it is; DDP
 itself would turn it into another one. Where no plan fits the process group, torch's own allreduce averages.
+
+A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange the rows that they have
+by an allgather of the plan, whole, whatever filter or density the settings name.
 """
 
 from __future__ import annotations
@@ -15,15 +18,24 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.arrays.torch_arrays import on_gpu
+from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.torch.futures import future_of
-from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers, ParameterResiduals
+from collectives.torch.parameter_residuals import (
+    BucketLayout,
+    ParameterNumbers,
+    ParameterResiduals,
+    real_count,
+)
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
-from collectives.training.kept_memory import Part, told, warn_of_lost
+from collectives.training.kept_memory import Part, real_shape, told, warn_of_lost
+from collectives.training.low_rank import reduced
 from collectives.training.recorder import Recorder
 from collectives.training.uneven import Presence
 from topoplan.errors import TopoplanError
@@ -99,7 +111,7 @@ class BucketExchange:
     def _start(self, bucket: Bucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
         """Start the exchange of a bucket; what runs, and the future of its buffer."""
         buffer = bucket.buffer()
-        step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
+        step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
 
         def placed(error: TopoplanError) -> TopoplanError:
             return in_bucket(error, step=step, bucket=about, rank=self.rank)
@@ -108,7 +120,8 @@ class BucketExchange:
             if self.presence is not None:
                 self.presence.ask(step)
             factor = 1.0 if self.presence is None else self.presence.factor
-            given, handle = self._begin(bucket, buffer, async_op=async_op)
+            begin = self._begin_rows if buffer.is_sparse else self._begin
+            given, handle = begin(bucket, buffer, async_op=async_op)
         except TopoplanError as error:
             raise placed(error) from error
 
@@ -148,6 +161,21 @@ class BucketExchange:
             parts = tuple(one for one in parts if one.name not in waiting)
         return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
 
+    def _begin_rows(
+        self, bucket: Bucket, buffer: torch.Tensor, *, async_op: bool
+    ) -> tuple[torch.Tensor, Handle[Any]]:
+        """Start the exchange of a sparse gradient; the tensor in which the average will be."""
+        recorder, key = self._averager.recorder, self.layout_of(bucket).key
+        self._check_numbers()
+        step, started, nbytes = recorder.step, recorder.now(), nbytes_of(buffer)
+        handle = average_rows(self._averager.communicator, buffer, async_op=async_op)
+        handle.when_done(
+            lambda: recorder.add(key, nbytes, started, density=1.0, how="rows", bound=math.inf, step=step)
+        )
+        if not async_op:
+            handle.wait()
+        return buffer, handle
+
     def _idle(self, layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
         """The parameters with a gradient of zeros, which DDP may throw away: what is kept of them waits."""
         return (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
@@ -172,7 +200,7 @@ class BucketExchange:
         """Which parameters a bucket holds."""
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
-        return BucketLayout(numbers, tuple(one.numel() for one in parameters))
+        return BucketLayout(numbers, tuple(real_count(one) for one in parameters))
 
     @property
     def arrivals(self) -> list[list[int]] | None:
@@ -241,7 +269,13 @@ class BuiltInExchange:
         def ended(future: torch.futures.Future[Any]) -> torch.Tensor:
             future.value()  # raises what went wrong
             recorder.add(
-                key, buffer.nbytes, started, density=1.0, how="torch's allreduce", bound=math.inf, step=step
+                key,
+                nbytes_of(buffer),
+                started,
+                density=1.0,
+                how="torch's allreduce",
+                bound=math.inf,
+                step=step,
             )
             return buffer
 
@@ -257,10 +291,133 @@ class BuiltInExchange:
         return int(flag.item())
 
 
+def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op: bool) -> Handle[Any]:
+    """Average a sparse gradient over all ranks by their rows, in place; all ranks get the same bits.
+
+    Rows are added in the order of the ranks, those of 16 bits in float32. How many rows the fullest rank has is waited
+    for.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of one rank in each process.
+    gradient : sparse COO tensor
+        Changed in place: coalesced, with every row that any rank has.
+    async_op : bool
+
+    Returns
+    -------
+    Handle
+        Of the gradient.
+
+    Raises
+    ------
+    BackendError
+        Another rank failed.
+    """
+    own, device = gradient.coalesce(), gradient.device
+    indices, values = own.indices(), own.values()
+    count, axes = indices.shape[1], indices.shape[0]
+    dtype = values.dtype
+    wide = torch.float32 if dtype in NARROW.values() else dtype
+    most = torch.tensor([count], device=device)
+    reduced(communicator, [most], "max")
+    index_bytes = 8 * axes * int(most)
+    row_bytes = dtype.itemsize * math.prod(values.shape[1:])
+    message = torch.zeros(8 + index_bytes + row_bytes * int(most), dtype=torch.uint8, device=device)
+    message[:8] = torch.tensor([count], device=device).view(torch.uint8)
+    message[8 : 8 + 8 * axes * count] = indices.reshape(-1).view(torch.uint8)
+    start = 8 + index_bytes
+    message[start : start + row_bytes * count] = values.reshape(-1).view(torch.uint8)
+    sizes = torch.tensor(gradient.shape[:axes], device=device)
+
+    def rows_of(one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of a rank's rows, counted over all sparse axes, and their values."""
+        held = int(one[:8].clone().view(torch.int64))
+        places = one[8 : 8 + 8 * axes * held].clone().view(torch.int64).view(axes, held)
+        found = one[start : start + row_bytes * held].clone().view(dtype).view(held, *values.shape[1:])
+        numbers = torch.zeros(held, dtype=torch.int64, device=device)
+        for place, size in zip(places, sizes, strict=True):
+            numbers = numbers * size + place
+        return numbers, found.to(wide)
+
+    def added(gathered: torch.Tensor) -> torch.Tensor:
+        ranks = [rows_of(one) for one in gathered.view(-1, message.numel())]
+        numbers = torch.unique(torch.cat([places for places, _ in ranks]))
+        total = torch.zeros(len(numbers), *values.shape[1:], dtype=wide, device=device)
+        for places, found in ranks:
+            total.index_add_(0, torch.searchsorted(numbers, places), found)
+        average = (total / len(ranks)).to(dtype)
+        where = torch.stack(torch.unravel_index(numbers, gradient.shape[:axes]))
+        gradient.copy_(sparse_rows(where, average, gradient.shape))
+        return gradient
+
+    told = async_op or communicator.on_failure == "shrink"
+    return Handle.around(communicator.all_gather(message, async_op=told)).then(added)
+
+
+def rows_in(values: torch.Tensor, axes: int, also: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rows of a dense tensor that hold something else than zeros, as a sparse one.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+    axes : int
+        How many axes number the rows.
+    also : (axes, n) int64 tensor, optional
+        Rows that are taken in any case.
+
+    Examples
+    --------
+    >>> rows_in(torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), 1, torch.tensor([[2]])).indices().tolist()
+    [[1, 2]]
+    """
+    chosen = values.ne(0)
+    if values.dim() > axes:
+        chosen = chosen.flatten(axes).any(-1)
+    if also is not None:
+        chosen[tuple(also)] = True
+    where = chosen.nonzero().T
+    return sparse_rows(where, values[tuple(where)], values.shape)
+
+
+def sparse_rows(where: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a sparse tensor of rows in ascending order, none of them twice."""
+    return torch.sparse_coo_tensor(where, values, shape, is_coalesced=True, check_invariants=False)
+
+
+def give_unused_rows(model: DistributedDataParallel) -> None:
+    """Let sparse embeddings that a step does not use have a gradient without rows, which DDP asks for."""
+    modules = (nn.Embedding, nn.EmbeddingBag)
+    tables = [one.weight for one in model.module.modules() if isinstance(one, modules) and one.sparse]
+    if not tables or not (model.find_unused_parameters or model.static_graph):
+        return
+
+    def before(called: nn.Module, _: object) -> None:
+        if torch.is_grad_enabled() and called.require_backward_grad_sync:
+            for one in tables:
+                if one.requires_grad and one.grad is None:
+                    where = torch.zeros(1, 0, dtype=torch.int64, device=one.device)
+                    one.grad = sparse_rows(where, one.new_zeros((0, *one.shape[1:])), one.shape)
+
+    model.register_forward_pre_hook(before)
+
+
+def nbytes_of(buffer: torch.Tensor) -> int:
+    """Return the bytes of a bucket, of a sparse one those of its indices and values."""
+    parts = (buffer._indices(), buffer._values()) if buffer.is_sparse else (buffer,)
+    return sum(one.nbytes for one in parts)
+
+
 def _parts_of(layout: BucketLayout, bucket: Bucket) -> tuple[Part, ...]:
     """The parameters of a bucket, by their numbers in the model."""
     return tuple(
-        Part(f"parameter {number}", start, stop, tuple(one.shape))
+        Part(
+            f"parameter {number}",
+            start,
+            stop,
+            real_shape(tuple(one.shape)) if one.is_complex() else tuple(one.shape),
+        )
         for (number, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True)
     )
 

@@ -8,8 +8,10 @@ Its state says by which plan, how, and what sparse gradients have left over.
 import io
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from hashlib import sha256
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from collectives.job.given_plan import GivenPlan
 from collectives.peers.error_rounds import check_all
 from collectives.sparse.residuals import finite_in
 from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
-from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
+from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange, give_unused_rows
 from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
 from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
@@ -148,6 +150,14 @@ class HookState:
     with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
     chosen, for one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers
     neither. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+
+    A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and what
+    `state_dict` gives, and no connection: ``communicator`` is None until it meets the other ranks in its first step or
+    in `register`, `join`, `grow` or `load_state_dict`, where all ranks must have a copy. DDP does not register the
+    hooks of a model with its copy: a copy that is to be trained needs a new registration. A state with ``group`` can be
+    copied in its process, and not pickled.
+
+    One state counts the steps of one model: it is refused with a second one.
     """
 
     def __init__(
@@ -174,6 +184,18 @@ class HookState:
         on_change: Callable[[int, int], object] | None = None,
         invitation: str | None = None,
     ) -> None:
+        listed = None if parameters is None else tensors_of(parameters)
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "invitation", "listed")
+        }
+        self._arguments: dict[str, Any] = {**given, "parameters": listed}
+        if group is not None and dist.is_initialized() and group is dist.group.WORLD:
+            self._arguments["group"] = None  # of any process
+        self._copied: dict[str, Any] | None = None
+        """Of a copy that has not met the other ranks yet: what `state_dict` gave."""
+        self._seen: tuple[set[int], bool] = (set(), False)
+        self._changed = invitation is not None
+
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
                 raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
@@ -197,7 +219,7 @@ class HookState:
                 Significance.of(significance),
             )
 
-        numbers = ParameterNumbers(parameters)
+        numbers = ParameterNumbers(listed)
         if not dist.is_initialized():
             settings()  # nobody waits for this rank yet
         self.group = existing_group(group)
@@ -221,6 +243,7 @@ class HookState:
         self.shrunk: tuple[Shrunk, ...] = ()
         self._on_change = on_change
         self._registered = on_failure == "raise"
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._own: dist.ProcessGroup | None = None
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if invitation is not None:
@@ -272,6 +295,9 @@ class HookState:
     def register(self, model: DistributedDataParallel) -> None:
         """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
 
+        Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows where DDP
+        looks for unused parameters; torch itself ends such a backward with "Expected sparse gradient to be defined".
+
         What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
         model for which it does so is refused, unless the group goes on, too ("topoplan" with
         TOPOPLAN_ON_FAILURE=shrink). Buckets are arranged in the second forward pass, which over other groups asks all
@@ -280,16 +306,21 @@ class HookState:
         Raises
         ------
         UsageError
-            It is no DDP, or asks for what cannot go on.
+            It is no DDP, or asks for what cannot go on; or this state is registered already.
         """
+        self._meet()
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"a {type(model).__name__} is no DistributedDataParallel; give register the wrapped model"
             )
         if isinstance(self.buckets, GoingOnExchange):
             check_goes_on(model)
+        if (found := self._model()) is not None:
+            which = "with this model" if found is model else "with another model, whose steps it counts"
+            raise UsageError(f"this HookState is registered {which}; make a HookState for each model, once")
         model.register_comm_hook(self, topoplan_hook)
-        self._registered = True
+        self._registered, self._model = True, weakref.ref(model)
+        give_unused_rows(model)
 
     def grow(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
@@ -319,6 +350,7 @@ class HookState:
         BackendError
             Another failure.
         """
+        self._meet()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, GoingOnExchange):
             raise UsageError("ranks come where others were lost; give HookState on_failure='shrink'")
@@ -351,6 +383,8 @@ class HookState:
         dict
             Of numbers, texts and tensors on the CPU, as `torch.save` takes it.
         """
+        if self._copied is not None:
+            return deepcopy(self._copied)
         in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
         kept = {} if in_step is None else in_step.residuals.by_parameter()
         filters = NOTHING if in_step is None else in_step.averager.filter_state()
@@ -391,6 +425,7 @@ class HookState:
         BackendError
             Another rank failed, or does not call it.
         """
+        self._meet()
         if isinstance(self.buckets, GoingOnExchange):
             self.buckets.check_has_it()
         comm = self.communicator
@@ -451,7 +486,7 @@ class HookState:
             Another rank failed.
         """
         listed = tensors_of(parameters)
-        if isinstance(self.buckets, ModeExchange):
+        if self._copied is None and isinstance(self.buckets, ModeExchange):
             self.buckets.after_step(listed)
 
     def finish(self, step: Callable[[], object] | None = None) -> None:
@@ -461,6 +496,10 @@ class HookState:
         loss scale; then, and with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already;
         with ``on_failure="shrink"`` they are so when no rank that is left has more steps than another one. All ranks
         must call it. Training may go on afterwards.
+
+        Buffers of the model that differ, such as those of BatchNorm, become the same on all ranks too, except with
+        `BSP`, where DDP treats them as without the hook: floating-point and complex ones (``running_mean``,
+        ``running_var``) are averaged, integers and truth values (``num_batches_tracked``) become the largest.
 
         Parameters
         ----------
@@ -474,6 +513,8 @@ class HookState:
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
+        if self._copied is not None:
+            return  # it has not made a step
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
         elif isinstance(self.buckets, GoingOnExchange):
@@ -510,6 +551,7 @@ class HookState:
             raise UsageError(
                 f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
             )
+        self._meet()
         if isinstance(self.buckets, GoingOnExchange):
             raise UsageError(
                 "join meets the other ranks over DDP's process group, too; leave on_failure='shrink' out with it"
@@ -547,7 +589,8 @@ class HookState:
     @property
     def gap(self) -> int | None:
         """With `SSP` and `ASP`, how many steps this rank was ahead of the slowest when it had ended one, at most."""
-        return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
+        known = self._copied is None and isinstance(self.buckets, ModeExchange)
+        return self.buckets.gap if known and isinstance(self.buckets, ModeExchange) else None
 
     def close(self) -> None:
         """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
@@ -556,6 +599,8 @@ class HookState:
         the last thing before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has
         run collectives of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
         """
+        if self._copied is not None:
+            return
         if isinstance(self.buckets, ModeExchange):
             self.buckets.close()
         if self.communicator is not None:
@@ -563,11 +608,88 @@ class HookState:
         let_go()
         self._leave()
 
+    def __copy__(self) -> "HookState":
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+        arguments = dict(self._arguments)
+        if (listed := arguments["parameters"]) is not None:
+            arguments["parameters"] = [
+                memo.get(id(one), one) for one in listed
+            ]  # those of a model copied with it
+        made: HookState = HookState.__new__(HookState)
+        made._become_copy(arguments, self.state_dict(), self._changed)
+        memo[id(self)] = made
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._arguments["group"] is not None:
+            raise UsageError(
+                "a HookState with group= cannot be pickled, since a process group is of its process; save "
+                "state.state_dict()"
+            )
+        return {"arguments": self._arguments, "state": self.state_dict(), "changed": self._changed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._become_copy(state["arguments"], state["state"], state["changed"])
+
+    def _become_copy(self, arguments: dict[str, Any], state: dict[str, Any], changed: bool) -> None:
+        """Have what a copy has before it meets the other ranks."""
+        self._arguments, self._copied, self._changed = arguments, state, changed
+        self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
+        self.mode = mode_of(arguments["mode"])
+        self.communicator, self.shrunk = None, ()
+        self.reason = "this copy of a HookState has not met the other ranks yet"
+        self.recorder = Recorder("hook", ranks=self.size)
+        self.recorder.step = state["step"]
+        self._registered = arguments["on_failure"] == "raise"
+        self._model = lambda: None
+        self._seen = (set(), False)
+
+    def _meet(self) -> None:
+        """Of a copy: connect to the other ranks, which must do so too, and go on from the state that it carries.
+
+        Raises
+        ------
+        UsageError
+            The state that was copied had lost ranks or come in place of one; or as the constructor raises.
+        BackendError
+            The ranks do not find each other.
+        """
+        if self._copied is None:
+            return
+        if self._changed:
+            raise UsageError(
+                "this copy is of a HookState whose ranks have changed, and its process group is of those before; make "
+                "a HookState for the ranks of now, and load state_dict() of the copy"
+            )
+        state, registered = self._copied, self._registered
+        try:
+            HookState.__init__(self, **self._arguments)
+        except BaseException:
+            self._copied = state
+            raise
+        self._registered = registered
+        self.load_state_dict(state)
+
+    def _check_one_model(self, bucket: GradBucket) -> None:
+        """Raise `UsageError` where the first bucket of a backward pass is of another model than those before."""
+        seen, complete = self._seen
+        if complete and bucket.index() > 0:
+            return
+        given = {id(one) for one in bucket.parameters()}
+        if bucket.index() == 0 and seen and given and seen.isdisjoint(given):
+            raise UsageError(
+                "this HookState counts the steps of one model and is registered with another one too; make a HookState "
+                "for each model"
+            )
+        self._seen = (seen | given, complete or bucket.is_last())
+
     def _changes(self, before: Seats, now: Seats, gone: Seats, lost: Unsent) -> None:
         """A step has ended with other ranks."""
         comm, step = self.communicator, self.recorder.step
         assert comm is not None, "of which they are"
-        self.rank, self.size = now.index(comm.seats[comm.rank]), len(now)
+        self.rank, self.size, self._changed = now.index(comm.seats[comm.rank]), len(now), True
         self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
         if without := tuple(before.index(seat) for seat in gone):
@@ -583,13 +705,17 @@ class HookState:
         self._own = None
 
 
-def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def topoplan_hook(
+    state: HookState, bucket: GradBucket, shard: torch.Tensor | None = None
+) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks in the background: ``model.register_comm_hook(state, topoplan_hook)``.
 
     Parameters
     ----------
     state : HookState
     bucket : GradBucket
+    shard : None
+        Only FSDP gives one, for which this hook is not.
 
     Returns
     -------
@@ -599,7 +725,8 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     Raises
     ------
     UsageError
-        The state that was registered with the hook is none.
+        The state that was registered with the hook is none, or is registered with two models; or the hook is not called
+        by DDP's reducer, but by FSDP or by the Python reducer of compiled DDP.
     BackendError
         In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
         rank, the peer, the step of training and the bucket. DDP and the process group must then be made anew.
@@ -609,6 +736,18 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
+    if isinstance(bucket, torch.Tensor):
+        raise UsageError(
+            "topoplan_hook is for DistributedDataParallel, and FSDP called it; leave register_comm_hook out and call "
+            'init_process_group("topoplan"), whose collectives FSDP and fully_shard (FSDP2) use'
+        )
+    if isinstance(bucket, tuple):
+        raise UsageError(
+            "topoplan_hook needs the buckets of DDP's reducer, and the Python reducer has none; leave "
+            'torch._dynamo.config.optimize_ddp at "ddp_optimizer"'
+        )
+    state._meet()
+    state._check_one_model(bucket)
     if not state._registered:
         raise UsageError("with on_failure='shrink' the model is looked at first; write state.register(model)")
     if (model := _joined(sys._getframe().f_back)) is not None:

@@ -9,20 +9,25 @@ need not do it equally often.
 
 from __future__ import annotations
 
+import gc
+import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import LocalSGD
-from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.bucket_exchange import BucketExchange, nbytes_of, rows_in
+from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.bucket_exchange import in_bucket
 from collectives.training.kept_memory import SETTLED
@@ -57,6 +62,8 @@ class ModeExchange:
         self._parameters: dict[int, torch.Tensor] = {}
         self._averaged: dict[int, int] = {}
         self._anchors: dict[int, torch.Tensor] = {}
+        self._sparse: dict[int, int] = {}
+        """Of parameters with sparse gradients, how many axes number the rows."""
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._told = False
         self._seen: torch.Tensor | None = None
@@ -80,7 +87,8 @@ class ModeExchange:
             As `BucketExchange.average`.
         """
         averager = self._averager
-        key = self._in_step.layout_of(bucket).key
+        layout = self._in_step.layout_of(bucket)
+        key = layout.key
         self._buckets[key] = bucket.parameters()
         self._parameters.update((id(one), one) for one in self._buckets[key])
         try:
@@ -88,12 +96,15 @@ class ModeExchange:
                 return self._in_step.average(bucket)
             buffer: torch.Tensor = bucket.buffer()
             try:
-                averager.start(key, buffer, out=buffer)
+                if buffer.is_sparse:
+                    self._start_sparse(key, buffer)
+                else:
+                    averager.start(key, buffer, out=buffer)
             except TopoplanError as error:
-                about = f"bucket {bucket.index()} of {buffer.nbytes} bytes"
+                about = f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
                 rank = self._in_step.rank
                 raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
-            self._pull_back(bucket)
+            self._pull_back(layout, bucket)
             if bucket.is_last():
                 self._end_step()
         except TopoplanError:
@@ -104,6 +115,18 @@ class ModeExchange:
         )
         future.set_result(buffer)
         return future
+
+    def _start_sparse(self, key: str, buffer: torch.Tensor) -> None:
+        """Average a sparse gradient with what has come: its own rows, and those of others that hold something."""
+        (parameter,) = self._buckets[key]
+        self._sparse[id(parameter)] = buffer.sparse_dim()
+        if self._local:
+            return  # it stays as it is
+        own = buffer.coalesce()
+        whole = own.to_dense()
+        line = whole.view(-1)
+        self._averager.start(key, line, out=line)
+        buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 
     def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """With `LocalSGD`, average parameters that have moved as often as it is time, and not again."""
@@ -150,6 +173,7 @@ class ModeExchange:
             self._use(averager.finish(), steps, optimisers)
         self._average(list(self._parameters.values()))
         self._averaged = dict.fromkeys(self._parameters, averager.due)
+        self._share_buffers()
         self._apart.steps = 0
 
     def close(self) -> None:
@@ -201,9 +225,7 @@ class ModeExchange:
             )
 
     def _glance(self) -> torch.Tensor:
-        return torch.cat(
-            [one.detach().reshape(-1)[:GLANCE].double().cpu() for one in self._parameters.values()]
-        )
+        return torch.cat([_real_line(one)[:GLANCE].double().cpu() for one in self._parameters.values()])
 
     def _use(
         self,
@@ -225,25 +247,60 @@ class ModeExchange:
                 one.grad = torch.zeros_like(one)
             for key, line in left.items():
                 parameters = self._buckets[key]
-                parts = _parts(torch.from_numpy(line.reshape(-1)), parameters)
+                parts = torch.split(
+                    torch.from_numpy(line.reshape(-1)), [real_count(one) for one in parameters]
+                )
                 for part, one in zip(parts, parameters, strict=True):
                     assert one.grad is not None, "zeros were put there"
-                    one.grad += part.to(one.grad)
+                    one.grad += gradient_view(part, one).to(one.grad)
+            for one in self._parameters.values():
+                if (axes := self._sparse.get(id(one))) is not None:
+                    assert one.grad is not None, "zeros were put there"
+                    one.grad = rows_in(one.grad, axes)
             for step in steps:
                 step()
 
-    def _pull_back(self, bucket: GradBucket) -> None:
+    def _pull_back(self, layout: BucketLayout, bucket: GradBucket) -> None:
         """Add to a bucket what pulls its parameters to where they were last averaged; see `Proximal`."""
         mode = self._averager.mode
         if not isinstance(mode, LocalSGD) or not mode.proximal:
             return
-        for gradient, one in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        buffer, alpha = bucket.buffer(), mode.proximal * self._averager.scale
+        for (_, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True):
             if id(one) in self._anchors:
-                gradient.add_(
-                    one.detach() - self._anchors[id(one)], alpha=mode.proximal * self._averager.scale
-                )
+                pull = one.detach() - self._anchors[id(one)]
+                if buffer.is_sparse:
+                    buffer.add_(rows_in(pull, buffer.sparse_dim()), alpha=alpha)
+                else:
+                    gradient_view(buffer[start:stop], one).add_(pull, alpha=alpha)
             else:
                 self._anchors[id(one)] = one.detach().clone()
+
+    def _share_buffers(self) -> None:
+        """Make the buffers that differ between ranks the same: averages, and of integers the largest."""
+        comm = self._communicator
+        named = _buffers_beside(list(self._parameters.values()))
+        told = [
+            (
+                name,
+                str(one.dtype),
+                sha256(_real_line(one).cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+            )
+            for name, one in named
+        ]
+        ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(told))]
+        if any([one[:2] for one in mine] != [one[:2] for one in ranks[0]] for mine in ranks):
+            warnings.warn("ranks have other buffers than each other, which stay as they are", stacklevel=4)
+            return
+        differ = [
+            one for (_, one), *found in zip(named, *ranks, strict=True) if any(x != found[0] for x in found)
+        ]
+        self._average([one for one in differ if one.is_floating_point() or one.is_complex()])
+        for one in differ:
+            if not one.is_floating_point() and not one.is_complex():
+                line = one.to(torch.int64).reshape(-1)
+                comm.all_reduce(line, op="max", out=line)
+                one.copy_(line.view_as(one))
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average parameters over all ranks, those of one type together."""
@@ -252,11 +309,16 @@ class ModeExchange:
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for one in parameters:
             groups.setdefault((one.dtype, one.device), []).append(one.detach())
-        lines = [torch.cat([one.reshape(-1) for one in group]) for group in groups.values()]
+        lines = [torch.cat([_real_line(one) for one in group]) for group in groups.values()]
         average_parameters(self._communicator, self._averager.recorder, lines)
         for line, group in zip(lines, groups.values(), strict=True):
-            for part, tensor in zip(_parts(line, group), group, strict=True):
-                tensor.copy_(part)
+            for part, tensor in zip(
+                torch.split(line, [real_count(one) for one in group]), group, strict=True
+            ):
+                found = (
+                    torch.view_as_complex(part.view(part.numel() // 2, 2)) if tensor.is_complex() else part
+                )
+                tensor.copy_(found.view_as(tensor))
 
 
 class Apart:
@@ -274,6 +336,20 @@ class Apart:
                 "state.finish() after the last step",
                 stacklevel=2,
             )
+
+
+def _buffers_beside(parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers, by name, of the DDP models that have these parameters; a hook is not told its model."""
+    wanted = set(map(id, parameters))
+    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    found = {
+        id(buffer): (name, buffer)
+        for model in models
+        if not wanted.isdisjoint(map(id, model.module.parameters()))
+        for name, buffer in model.module.named_buffers()
+        if name not in getattr(model, "parameters_to_ignore", ()) and buffer.layout == torch.strided
+    }
+    return sorted(found.values(), key=itemgetter(0))
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
@@ -306,9 +382,7 @@ def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             one.grad = gradient
 
 
-def _parts(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A line cut into the shapes of tensors that lie one after another in it."""
-    ends = list(accumulate(one.numel() for one in tensors))
-    starts = [0, *ends[:-1]]
-    places = zip(starts, ends, tensors, strict=True)
-    return [line[start:stop].view_as(one) for start, stop, one in places]
+def _real_line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor row by row, complex ones as real and imaginary part in turn."""
+    found = tensor.detach()
+    return (torch.view_as_real(found.resolve_conj()) if found.is_complex() else found).reshape(-1)

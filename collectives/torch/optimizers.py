@@ -3,6 +3,7 @@
 Parameters are replicated. A step measures those that this rank owns, gathers one float64 for each, and moves all of
 them. Parameters of 16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the
 CPU by `collectives.optimisers.trust_ratio`, on other devices by torch, from where one transfer brings all of them.
+Complex parameters count as their real and imaginary parts, as in torch.optim.
 
 The formulas are those of `collectives.optimisers.layer_optimiser`; where torch's arithmetic rounds otherwise than
 numpy's, so do they.
@@ -35,7 +36,8 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
     Parameters
     ----------
     params : iterable of parameters, or of groups
-        Floating point. A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
+        Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of
+        normalisations.
     defaults : dict
         Options of groups that do not say otherwise.
     communicator : Communicator, HookState or None
@@ -134,10 +136,11 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         """Parameters that have gradients, with their groups."""
         layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in layers:
-            if parameter.grad.is_sparse or not parameter.is_floating_point():
+            moves = parameter.is_floating_point() or parameter.is_complex()
+            if parameter.grad.is_sparse or not moves:
                 raise UsageError(
                     f"a {parameter.dtype} parameter of shape {tuple(parameter.shape)} has a gradient of layout "
-                    f"{parameter.grad.layout}; give floating-point parameters and dense gradients"
+                    f"{parameter.grad.layout}; give floating-point or complex parameters and dense gradients"
                 )
         return layers
 
@@ -315,27 +318,39 @@ class Lamb(LayerOptimizer):
             kept.update(step=0, first=zeros_for(parameter), second=zeros_for(parameter))
         kept["step"] += 1
         b1, b2 = group["betas"]
-        gradient = parameter.grad.to(kept["first"].dtype)
-        kept["first"].lerp_(gradient, 1 - b1)
-        kept["second"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        gradient, first, second = (
+            _reals(one) for one in (parameter.grad.to(kept["first"].dtype), kept["first"], kept["second"])
+        )
+        first.lerp_(gradient, 1 - b1)
+        second.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
         # what undoes the bias of the first moment goes into the divisor: one pass less
         biased, unbiased = 1 - b1 ** kept["step"], 1 / math.sqrt(1 - b2 ** kept["step"])
-        scale = kept["second"].sqrt().mul_(biased * unbiased).add_(biased * group["eps"])
-        update = torch.div(kept["first"], scale, out=scale)
+        scale = second.sqrt().mul_(biased * unbiased).add_(biased * group["eps"])
+        update = torch.div(first, scale, out=scale)
+        if parameter.is_complex():
+            update = torch.view_as_complex(update)
         return update.add_(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else update
 
 
 def zeros_for(parameter: Any) -> Any:
     """What is kept for a parameter, before the first step."""
     dtype = torch.float32 if parameter.element_size() < 4 else parameter.dtype
+    if dtype == torch.complex32:
+        dtype = torch.complex64
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _norms(tensors: Sequence[Any]) -> list[float]:
     """Of tensors, in float64."""
+    tensors = [_reals(tensor) for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         wide = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]
         return [norm(tensor.detach().numpy()) for tensor in wide]
     found = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     numbers: list[float] = torch.stack([one.to(found[0].device) for one in found]).tolist()
     return numbers
+
+
+def _reals(tensor: Any) -> Any:
+    """Return the real and imaginary parts of a complex tensor, the same memory unless it is conjugated when read."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

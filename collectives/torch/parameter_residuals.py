@@ -40,7 +40,7 @@ class ParameterNumbers:
     Attributes
     ----------
     arrivals : list of list of int, or None
-        The lengths of the parameters that each bucket has brought as the first; None where all were given.
+        The `real_count` of the parameters that each bucket has brought as the first; None where all were given.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class ParameterNumbers:
 
     def of_bucket(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The numbers of a bucket's parameters."""
-        fresh = [one.numel() for one in parameters if id(one) not in self._known]
+        fresh = [real_count(one) for one in parameters if id(one) not in self._known]
         if fresh and self.arrivals is not None:
             self.arrivals.append(fresh)
         return tuple(self.of(one) for one in parameters)
@@ -93,7 +93,7 @@ class BucketLayout:
     numbers : tuple of int
         Of the parameters in the model, as `HookState` counts them.
     lengths : tuple of int
-        Elements of each.
+        The `real_count` of each: DDP's buckets hold complex gradients as real numbers.
 
     Examples
     --------
@@ -107,7 +107,7 @@ class BucketLayout:
 
     @property
     def size(self) -> int:
-        """Elements of the bucket."""
+        """Elements of the bucket's buffer."""
         return sum(self.lengths)
 
     @property
@@ -291,6 +291,48 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
         "residual": torch.from_numpy(state["residual"]),
         "velocity": None if velocity is None else torch.from_numpy(velocity),
     }
+
+
+def real_count(tensor: torch.Tensor) -> int:
+    """Return how many real numbers a tensor holds: two for each complex element.
+
+    Examples
+    --------
+    >>> real_count(torch.zeros(3, 2)), real_count(torch.zeros(3, 2, dtype=torch.complex64))
+    (6, 12)
+    """
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def gradient_view(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter as DDP lays it out in a bucket.
+
+    `GradBucket.gradients` gives wrong views of complex gradients and of parameters in another order than row by row,
+    such as channels_last.
+
+    Parameters
+    ----------
+    line : (real_count(parameter),) tensor
+        The parameter's part of the buffer.
+    parameter : torch.Tensor
+
+    Returns
+    -------
+    torch.Tensor
+        A view of ``line`` with the shape of the parameter, complex where that is.
+
+    Examples
+    --------
+    >>> gradient_view(torch.arange(4.0), torch.zeros(2, 2).T).tolist()
+    [[0.0, 2.0], [1.0, 3.0]]
+    >>> gradient_view(torch.arange(4.0), torch.zeros(2, dtype=torch.complex64)).tolist()
+    [1j, (2+3j)]
+    """
+    if parameter.is_complex():
+        line = torch.view_as_complex(line.view(line.numel() // 2, 2))
+    # strides are preserved exactly where a parameter's memory has no gaps, and there DDP keeps them too
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return line.as_strided(parameter.shape, parameter.stride()) if dense else line.view(parameter.shape)
 
 
 def tensors_of(parameters: object) -> list[torch.Tensor]:

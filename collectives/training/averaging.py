@@ -612,8 +612,10 @@ class GossipAverager(LocalAverager):
             {f"{index}": one[place] for index, one in enumerate(lists)} for place in range(len(comm.ranks))
         ]
         for kind in sorted({library.dtype(one) for one in ranks[0].values()}):
-            if "float" not in kind:
-                raise UsageError(f"parameters of {kind} cannot be mixed with a neighbour's; give floats")
+            if "float" not in kind and "complex" not in kind:
+                raise UsageError(
+                    f"parameters of {kind} cannot be mixed with a neighbour's; give float or complex arrays"
+                )
         with recorder.waiting():
             for rank, mine in zip(comm.ranks, ranks, strict=True):
                 started, other = recorder.now(), self._gossip.neighbour(rank, step)

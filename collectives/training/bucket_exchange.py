@@ -1,8 +1,9 @@
 """One training step after another, bucket by bucket: filled, exchanged in the background, handed over.
 
 Gradients are copied into the memory of their bucket, exchanged there, and averages copied out of it; one that is alone
-in its bucket is exchanged where it lies. Buckets start in their order on every rank, whatever the order in which
-gradients come. Where one fails, the error is told with training step and bucket, and the step is given up.
+in its bucket is exchanged where it lies. Complex gradients are exchanged as the real numbers that they hold. Buckets
+start in their order on every rank, whatever the order in which gradients come. Where one fails, the error is told with
+training step and bucket, and the step is given up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
-from collectives.training.kept_memory import Part
+from collectives.training.kept_memory import Part, real_shape
 from collectives.training.uneven import Presence
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
@@ -41,8 +42,9 @@ class BucketMemory:
     Attributes
     ----------
     given, averages : list of arrays, one for each rank
-        Lines of the bucket: what is exchanged, and where the averages are put, the same memory or apart.
+        Lines of real numbers: what is exchanged, and where the averages are put, the same memory or apart.
     parts : tuple of Part
+        Of these lines.
     """
 
     def __init__(
@@ -60,38 +62,46 @@ class BucketMemory:
             index: (bucket.borders[position], bucket.borders[position + 1])
             for position, index in enumerate(bucket.members)
         }
+        wide = 2 if bucket.dtype.startswith("complex") else 1
         self.parts = tuple(
-            Part(f"gradient {index}", *self._places[index], self._shapes[index]) for index in bucket.members
+            Part(
+                f"gradient {index}",
+                start * wide,
+                stop * wide,
+                real_shape(self._shapes[index]) if wide == 2 else self._shapes[index],
+            )
+            for index, (start, stop) in self._places.items()
         )
-        lines: list[Any] = []
+        self._lines: list[Any] = []
         if not self.alone:
             made = communicator.empty(bucket.size, likes[0])
-            lines = [made] if communicator.one_rank else made
-        self.given: list[Any] = lines
-        self.averages: list[Any] = lines
+            self._lines = [made] if communicator.one_rank else made
+        self.given: list[Any] = [self._library.reals(line) for line in self._lines]
+        self.averages: list[Any] = self.given
 
     def put(self, index: int, gradients: Sequence[Any], outs: Sequence[Any] | None) -> None:
         """Take a gradient, one array for each rank; ``outs`` is where its averages are wanted, if that is known."""
         library = self._library
         if not self.alone:
             start, stop = self._places[index]
-            for line, gradient in zip(self.given, gradients, strict=True):
+            for line, gradient in zip(self._lines, gradients, strict=True):
                 part = library.shaped(library.part(line, start, stop), self._shapes[index])
                 library.copy(part, gradient)
             return
-        self.given = [library.line(gradient) for gradient in gradients]
-        self.averages = [
+        self.given = [library.reals(library.line(gradient)) for gradient in gradients]
+        self._lines = [
             library.line(outs[place])
             if outs is not None and library.contiguous(outs[place])
             else library.empty((self.bucket.size,), gradient)
             for place, gradient in enumerate(gradients)
         ]
+        self.averages = [library.reals(line) for line in self._lines]
 
     def take(self, index: int, place: int, out: Any) -> Any:
         """The average of a gradient on the rank at a place, in ``out`` or, for None, in an array of its own."""
         library = self._library
         start, stop = self._places[index]
-        found = library.shaped(library.part(self.averages[place], start, stop), self._shapes[index])
+        found = library.shaped(library.part(self._lines[place], start, stop), self._shapes[index])
         if out is None:
             if self.alone:
                 return found
@@ -109,7 +119,7 @@ class BucketMemory:
     def forget(self) -> None:
         """Let go of the caller's arrays."""
         if self.alone:
-            self.given = self.averages = []
+            self.given = self.averages = self._lines = []
 
 
 class BucketExchange:
@@ -193,6 +203,8 @@ class BucketExchange:
         for memory in self._memory:
             bucket = memory.bucket
             line = left.get(_key(bucket))
+            if line is not None and bucket.dtype.startswith("complex"):
+                line = np.ascontiguousarray(line).reshape(-1).view(np.result_type(line.dtype, np.complex64))
             for position, index in enumerate(bucket.members):
                 shape = self._shapes[index]
                 if line is None:

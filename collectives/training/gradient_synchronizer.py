@@ -323,7 +323,7 @@ class GradientSynchronizer:
                 raise UsageError(
                     f"join is for steps that wait for all ranks, which those of {self.mode} do not"
                 )
-            whole = sorted({one.dtype for one in self.buckets if "float" not in one.dtype})
+            whole = sorted({one.dtype for one in self.buckets if "int" in one.dtype or one.dtype == "bool"})
             if whole and divide_by == "present":
                 raise UsageError(
                     f"averages of {whole[0]} are not divided by the ranks present; use divide_by='all'"
@@ -600,7 +600,7 @@ class GradientSynchronizer:
             likes = [one[bucket.members[0]] for one in parameters]
             memory.append(BucketMemory(bucket, shapes, comm, likes))
             if how.density is not None and not self._comes:
-                lines = memory[-1].given or likes
+                lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
                 comm.explain(
                     lines[0] if comm.one_rank else lines,
                     density=how.density_at(0),

@@ -46,13 +46,24 @@ class Part:
     start, stop : int
         From which element of the bucket to which it is.
     shape : tuple of int
-        Of the parameter.
+        Of the parameter; of a complex one `real_shape`.
     """
 
     name: str
     start: int
     stop: int
     shape: tuple[int, ...]
+
+
+def real_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a complex array whose last axis holds real and imaginary parts in turn.
+
+    Examples
+    --------
+    >>> real_shape((3, 4)), real_shape(())
+    ((3, 8), (2,))
+    """
+    return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
 
 
 class KeptMemory:

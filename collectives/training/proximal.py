@@ -31,7 +31,7 @@ class Proximal:
     Raises
     ------
     UsageError
-        A parameter is of no floating type.
+        A parameter is neither floating nor complex.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Proximal:
         self._strength = strength
         self._library = library
         for one in parameters[0]:
-            if "float" not in library.dtype(one):
+            if "float" not in library.dtype(one) and "complex" not in library.dtype(one):
                 raise UsageError(
                     f"parameters of {library.dtype(one)} cannot be pulled back; leave proximal out"
                 )

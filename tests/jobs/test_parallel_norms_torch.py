@@ -189,3 +189,22 @@ def test_the_closure_is_called_with_gradients_and_its_loss_returned() -> None:
     assert optimiser.step(closure).item() == 25.0
     # the gradient is twice the weights, so the rate is 0.1 / 2
     np.testing.assert_allclose(parameter.tolist(), [2.7, 3.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Lars", "Lamb"])
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_a_complex_parameter_moves_as_its_real_and_imaginary_parts(name: str, conjugated: bool) -> None:
+    from collectives.torch import optimizers
+
+    torch.manual_seed(0)
+    first = torch.randn(5, 4, dtype=torch.complex128)
+    whole = torch.nn.Parameter(first.conj().resolve_conj().conj() if conjugated else first.clone())
+    parts = torch.nn.Parameter(torch.view_as_real(first).clone())
+    movers = [getattr(optimizers, name)([one], lr=0.1, weight_decay=0.1) for one in (whole, parts)]
+    for _ in range(4):
+        gradient = torch.randn(5, 4, dtype=torch.complex128)
+        whole.grad, parts.grad = gradient, torch.view_as_real(gradient).clone()
+        for mover in movers:
+            mover.step()
+    assert whole.is_conj() == conjugated
+    assert torch.allclose(torch.view_as_real(whole.detach().resolve_conj()), parts.detach(), rtol=1e-14)

@@ -561,3 +561,48 @@ def test_a_state_that_one_rank_cannot_load_is_loaded_by_none() -> None:
         "the state is that of ranks [0], and this process has [1]; every process loads what it saved itself"
     )
     assert backends_in_threads(2, body) == [(told, 2, [1.0] * 3) for told in (f"rank 1: {text}", text)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"low_rank": 1}, {"codes": 16}, {"significance": 0.5}, {"density": 0.3}],
+    ids=["dense", "low_rank", "codes", "significance", "density"],
+)
+def test_complex_gradients_are_averaged_as_their_real_and_imaginary_parts(
+    options: dict[str, Any], bucket_bytes: int
+) -> None:
+    """Bit for bit what the same gradients give as real arrays, and the same bits on all ranks."""
+    shapes = [(4, 6), (5,), (0, 2), (7, 3)]
+    source = np.random.default_rng(7)
+    averages = []
+    given = [
+        [
+            [
+                source.standard_normal((*shape, 2)).astype(np.float32).view(np.complex64)[..., 0]
+                for shape in shapes
+            ]
+            for _ in range(4)
+        ]
+        for _ in range(4)
+    ]
+    for as_reals in (False, True):
+        steps = [
+            [[one.view(np.float32) if as_reals else one for one in mine] for mine in step] for step in given
+        ]
+        with GradientSynchronizer(
+            steps[0], PLAN, backend="loopback", bucket_bytes=bucket_bytes, **options
+        ) as synchronizer:
+            found = [synchronizer.step(step) for step in steps]
+            state = synchronizer.state_dict()
+            synchronizer.load_state_dict(state)
+        assert all(
+            one.tobytes() == first.tobytes()
+            for step in found
+            for mine in step
+            for one, first in zip(mine, step[0], strict=True)
+        )
+        averages.append([[one.view(np.float32) for one in step[0]] for step in found])
+    assert [[one.tobytes() for one in step] for step in averages[0]] == [
+        [one.tobytes() for one in step] for step in averages[1]
+    ]
