@@ -24,12 +24,14 @@ used.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,9 +47,27 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.reduction import reduction
-from collectives.torch.futures import PlannedWork, future_of
+from collectives.torch.futures import JointWork, PlannedWork, future_of
+from collectives.torch.group_arguments import (
+    bytes_of,
+    check_alike,
+    check_blocks,
+    check_length,
+    check_results,
+    check_single,
+    check_splits,
+    dtype_of,
+    joined,
+    line_of,
+    parts_of,
+    put,
+    split_counts,
+    splits_text,
+)
 from collectives.torch.group_plan import agreed_file, gather_over
 from topoplan.errors import UsageError
+
+Result = TypeVar("Result")
 
 OPERATIONS = (
     (dist.ReduceOp.SUM, "sum"),
@@ -62,21 +82,11 @@ ENGINE = "TOPOPLAN_ENGINE"
 ON_FAILURE = "TOPOPLAN_ON_FAILURE"
 
 DELEGATED = (
-    "_end_coalescing",
     "_get_backend",
     "_get_sequence_number_for_group",
     "_set_sequence_number_for_group",
-    "_start_coalescing",
     "_wait_for_pending_works",
-    "alltoall",
-    "barrier",
-    "gather",
     "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "scatter",
-    "send",
     "set_timeout",
 )
 """What the process group beneath does as it is; releases of torch that lack one of these do not ask for it."""
@@ -94,11 +104,14 @@ class InnerGroups:
         For messages of plans over NCCL; where there is none, the same.
     served : str
         What serves which kind of device, as "cpu:gloo,cuda:nccl".
+    store : Store
+        Over which the ranks have found each other.
     """
 
     others: dist.ProcessGroup
     plans: dist.ProcessGroup
     served: str
+    store: Store
 
 
 class PlannedGroup(dist.ProcessGroup):
@@ -138,7 +151,12 @@ class PlannedGroup(dist.ProcessGroup):
         self.communicator: Communicator | None = None
         self.reason = ""
         self.goes_on = False
+        self.given_members: tuple[int, ...] = ()
         self._timeout = timeout.total_seconds()
+        self._store = groups.store
+        self._block: list[dist.Work] | None = None
+        self._left: list[Handle[Any]] = []
+        """What somebody has given up to wait for."""
 
     def getBackendName(self) -> str:  # torch names it so
         """The name of the back end."""
@@ -156,96 +174,209 @@ class PlannedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        if not isinstance(tensors, list) or len(tensors) != 1 or not self._reduces(tensors, opts):
+        if not isinstance(tensors, list):
             return self.inner.allreduce(tensors, *_given(opts), *others)
-        return self._reduced(tensors, opts)
+        self._refusing(lambda: check_results(tensors, "tensor"))
+        if len(tensors) == 1 and self._reduces(tensors, opts):
+            return self._reduced(tensors, opts)
+        return self._in_place("allreduce", tensors, opts, op=_op_name(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce several tensors over all ranks, in place and as one."""
-        if not isinstance(tensors, list) or not self._reduces(tensors, opts):
+        if not isinstance(tensors, list):
             return self.inner.allreduce_coalesced(tensors, *_given(opts), *others)
-        return self._reduced(tensors, opts)
+        self._refusing(lambda: check_results(tensors, "tensor"))
+        if self._reduces(tensors, opts):
+            return self._reduced(tensors, opts)
+        return self._in_place("allreduce_coalesced", tensors, opts, op=_op_name(opts))
+
+    def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce a tensor over all ranks, in place at the root."""
+        if not isinstance(tensors, list) or opts is None:
+            return self.inner.reduce(tensors, *_given(opts), *others)
+        root = int(opts.rootRank)
+
+        def check() -> None:
+            check_single(tensors, "tensors")
+            if root == self.rank():
+                check_results(tensors, "tensor")
+
+        self._refusing(check)
+        return self._in_place(
+            "reduce", tensors, opts, op=_op_name(opts), root=root, written=root == self.rank()
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the root's tensor to all ranks."""
-        if not isinstance(tensors, list) or opts is None or not self._carries(tensors, None):
+        if not isinstance(tensors, list) or opts is None:
             return self.inner.broadcast(tensors, *_given(opts), *others)
+        root = int(opts.rootRank)
+
+        def check() -> None:
+            check_single(tensors, "tensors")
+            if root != self.rank():
+                check_results(tensors, "tensor")
+
+        self._refusing(check)
+        written = root != self.rank()
+        if not self._carries(tensors, None):
+            return self._in_place("broadcast", tensors, opts, root=root, moved=True, written=written)
         (tensor,) = tensors
-        flat, root = _line(tensor), int(opts.rootRank)
+        flat = line_of(tensor)
         return self._started(
             lambda comm: comm.broadcast(flat, root=root, out=flat, async_op=True),
             flat,
-            lambda: _put([tensor], [flat]),
+            lambda: put([tensor] if written else [], [flat]),
             tensors,
+            opts,
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the tensors of all ranks to all ranks."""
-        listed = isinstance(inputs, list) and len(inputs) == len(outputs) == 1
-        alike = listed and all(
-            one.numel() == inputs[0].numel() and one.dtype == inputs[0].dtype for one in outputs[0]
-        )
-        if not alike or not self._carries(inputs, None):
+        if not isinstance(inputs, list):
             return self.inner.allgather(outputs, inputs, *_given(opts), *others)
-        return self._gathered([[one] for one in outputs[0]], inputs, outputs)
+
+        def check() -> None:
+            check_single(inputs, "tensors")
+            check_single(outputs, "output lists")
+            check_length(outputs[0], self.size(), "output tensors")
+            check_alike(outputs[0], inputs[0], "output tensor", "the input")
+            check_results(outputs[0], "output tensor")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
+        flat, lines = _lines(inputs[0]), [_lines(one) for one in outputs[0]]
+        return self._beneath(
+            lambda: self.inner.allgather([lines], [flat], *_given(opts)),
+            inputs,
+            outputs,
+            opts,
+            lambda: put(outputs[0], _as_types(lines, outputs[0])),
+            collective="allgather",
+            count=self.size() * inputs[0].numel(),
+        )
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy several tensors of all ranks to all ranks, as one; outputs are a list for each rank."""
-        alike = len(outputs) == self.size() and all(
-            [(one.numel(), one.dtype) for one in row] == [(one.numel(), one.dtype) for one in inputs]
-            for row in outputs
+
+        def check() -> None:
+            check_length(outputs, self.size(), "output lists")
+            for row in outputs:
+                check_length(row, len(inputs), "tensors of an output list")
+                for one, like in zip(row, inputs, strict=True):
+                    check_alike([one], like, "output tensor", "the input")
+            check_results([one for row in outputs for one in row], "output tensor")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            return self._gathered(outputs, inputs, outputs, opts)
+        flats, rows = [_lines(one) for one in inputs], [[_lines(one) for one in row] for row in outputs]
+
+        def finish() -> None:
+            for one, row in zip(outputs, rows, strict=True):
+                put(one, _as_types(row, one))
+
+        return self._beneath(
+            lambda: self.inner.allgather_coalesced(rows, flats, *_given(opts), *others),
+            inputs,
+            outputs,
+            opts,
+            finish,
+            collective="allgather",
+            count=self.size() * sum(one.numel() for one in inputs),
         )
-        if not alike or not self._carries(inputs, None):
-            return self.inner.allgather_coalesced(outputs, inputs, *_given(opts), *others)
-        return self._gathered(outputs, inputs, outputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Put the tensors of all ranks into one."""
-        if output.dtype != input.dtype or not self._carries([input], None):
-            return self.inner._allgather_base(output, input, *_given(opts))
-        flat = _line(input)
-        whole = _line(output)
+
+        def check() -> None:
+            check_blocks(output, input, self.size(), "output", "input")
+            check_results([output], "output")
+
+        self._refusing(check)
+        carried = self._carries([input], None)
+        flat, whole = (line_of(input), line_of(output)) if carried else (_lines(input), _lines(output))
+        if not carried:
+            return self._beneath(
+                lambda: self.inner._allgather_base(whole, flat, *_given(opts)),
+                [input],
+                [output],
+                opts,
+                lambda: put([output], _as_types([whole], [output])),
+                collective="allgather",
+                count=output.numel(),
+            )
         return self._started(
             lambda comm: comm.all_gather(flat, out=whole, async_op=True),
             flat,
-            lambda: _put([output], [whole]),
+            lambda: put([output], [whole]),
             [output],
+            opts,
         )
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put several tensors of all ranks into one each, exchanged as one."""
-        pairs = zip(outputs, inputs, strict=True)
-        alike = all(
-            one.dtype == other.dtype and one.numel() == self.size() * other.numel() for one, other in pairs
-        )
-        if not alike or not self._carries(inputs, None):
-            return self.inner.allgather_into_tensor_coalesced(outputs, inputs, *_given(opts))
-        lines = [_line(one) for one in outputs]
-        rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
-        return self._gathered(rows, inputs, outputs, then=lambda: _put(outputs, lines))
+
+        def check() -> None:
+            check_length(outputs, len(inputs), "outputs", of="inputs")
+            for one, other in zip(outputs, inputs, strict=True):
+                check_blocks(one, other, self.size(), "output", "input")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            lines = [line_of(one) for one in outputs]
+            rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
+            return self._gathered(rows, inputs, outputs, opts, then=lambda: put(outputs, lines))
+        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return JointWork([work for work in works if work is not None])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce one tensor for each rank over all ranks; each rank gets its own."""
-        alike = isinstance(outputs, list) and len(inputs) == len(outputs) == 1
-        alike = alike and all(one.numel() == outputs[0].numel() for one in inputs[0])
-        if not alike or not self._reduces([*inputs[0], *outputs], opts):
+        if not isinstance(outputs, list):
             return self.inner.reduce_scatter(outputs, inputs, *_given(opts), *others)
-        return self._scattered(outputs, _joined(inputs[0]), opts)
+
+        def check() -> None:
+            check_single(outputs, "outputs")
+            check_single(inputs, "input lists")
+            check_length(inputs[0], self.size(), "input tensors")
+            check_alike(inputs[0], outputs[0], "input tensor", "the output")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        whole = joined(inputs[0])
+        if self._reduces([*inputs[0], *outputs], opts):
+            return self._scattered(outputs, whole, opts)
+        return self._scattered_beneath(outputs[0], whole, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Reduce a tensor over all ranks; each rank gets its block."""
-        if not self._reduces([input, output], opts):
-            return self.inner._reduce_scatter_base(output, input, *_given(opts))
-        return self._scattered([output], _line(input), opts)
+
+        def check() -> None:
+            check_blocks(input, output, self.size(), "input", "output")
+            check_results([output], "output")
+
+        self._refusing(check)
+        if self._reduces([input, output], opts):
+            return self._scattered([output], line_of(input), opts)
+        return self._scattered_beneath(output, line_of(input), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce several tensors over all ranks, as one; each rank gets its block of each."""
-        pairs = zip(outputs, inputs, strict=True)
-        alike = all(other.numel() == self.size() * one.numel() for one, other in pairs)
-        if not alike or not self._reduces([*inputs, *outputs], opts):
-            return self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, *_given(opts))
-        blocks = zip(*(self._blocks(_line(one)) for one in inputs), strict=True)
-        return self._scattered(outputs, _joined([part for row in blocks for part in row]), opts)
+
+        def check() -> None:
+            check_length(outputs, len(inputs), "outputs", of="inputs")
+            for one, other in zip(outputs, inputs, strict=True):
+                check_blocks(other, one, self.size(), "input", "output")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        if self._reduces([*inputs, *outputs], opts):
+            blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
+            return self._scattered(outputs, joined([part for row in blocks for part in row]), opts)
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return JointWork([work for work in works if work is not None])
 
     def alltoall_base(
         self,
@@ -256,18 +387,123 @@ class PlannedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Any:
         """Send every rank its block of a tensor; by plan where no sizes of blocks are given, so that all are equal."""
-        alike = output.dtype == input.dtype and output.numel() == input.numel()
-        equal = not (output_split_sizes or input_split_sizes) and input.numel() % self.size() == 0
-        if not (alike and equal and self._carries([input], None)):
-            sizes = output_split_sizes, input_split_sizes
-            return self.inner.alltoall_base(output, input, *sizes, *_given(opts))
-        flat, whole = _line(input), _line(output)
+
+        def check() -> tuple[list[int], list[int]]:
+            check_results([output], "output")
+            return split_counts(output, input, output_split_sizes, input_split_sizes, self.size())
+
+        received, sent = self._refusing(check)
+        if output_split_sizes or input_split_sizes or not self._carries([input], None):
+            given = bool(output_split_sizes or input_split_sizes)
+            return self._uneven(output, input, received, sent, opts, [output], op="split" if given else None)
+        flat, whole = line_of(input), line_of(output)
         return self._started(
             lambda comm: comm.all_to_all(flat, out=whole, async_op=True),
             flat,
-            lambda: _put([output], [whole]),
+            lambda: put([output], [whole]),
             [output],
+            opts,
         )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Send every rank a tensor, and get one of each; they may have any lengths."""
+
+        def check() -> None:
+            check_length(outputs, self.size(), "output tensors")
+            check_length(inputs, self.size(), "input tensors")
+            for name, listed in (("output", outputs), ("input", inputs)):
+                for number, one in enumerate(listed):
+                    if one.dtype != inputs[0].dtype:
+                        raise UsageError(
+                            f"{name} tensor {number} must have {dtype_of(inputs[0])} as input tensor 0, got "
+                            f"{dtype_of(one)}"
+                        )
+            check_results(outputs, "output tensor")
+
+        self._refusing(check)
+        whole, flat = torch.cat([line_of(one) for one in outputs]), joined(inputs)
+        counts = [[one.numel() for one in listed] for listed in (outputs, inputs)]
+        return self._uneven(
+            whole,
+            flat,
+            counts[0],
+            counts[1],
+            opts,
+            outputs,
+            then=lambda: put(outputs, parts_of(whole, outputs)),
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the tensors of all ranks to the root."""
+        if not isinstance(inputs, list) or opts is None:
+            return self.inner.gather(outputs, inputs, *_given(opts), *others)
+        root, (listed,) = int(opts.rootRank), outputs or [[]]
+
+        def check() -> None:
+            check_single(inputs, "tensors")
+            if root == self.rank():
+                check_length(listed, self.size(), "output tensors")
+                check_alike(listed, inputs[0], "output tensor", "the input")
+                check_results(listed, "output tensor")
+
+        self._refusing(check)
+        flat, lines = _lines(inputs[0]), [_lines(one) for one in listed]
+        return self._beneath(
+            lambda: self.inner.gather([lines] if lines else [], [flat], opts),
+            inputs,
+            outputs,
+            opts,
+            lambda: put(listed, _as_types(lines, listed)),
+            collective="gather",
+            count=inputs[0].numel(),
+            root=root,
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy to every rank one of the tensors that the root has."""
+        if not isinstance(outputs, list) or opts is None:
+            return self.inner.scatter(outputs, inputs, *_given(opts), *others)
+        root, (listed,) = int(opts.rootRank), inputs or [[]]
+
+        def check() -> None:
+            check_single(outputs, "outputs")
+            check_results(outputs, "output")
+            if root == self.rank():
+                check_length(listed, self.size(), "input tensors")
+                check_alike(listed, outputs[0], "input tensor", "the output")
+
+        self._refusing(check)
+        flat, lines = _lines(outputs[0]), [_lines(one) for one in listed]
+        return self._beneath(
+            lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
+            outputs,
+            outputs,
+            opts,
+            lambda: put(outputs, _as_types([flat], outputs)),
+            collective="scatter",
+            count=outputs[0].numel(),
+            root=root,
+        )
+
+    def barrier(self, opts: Any = None, *others: Any) -> Any:
+        """Wait until all ranks have come."""
+        self._planned()
+        return self._beneath(
+            lambda: self.inner.barrier(*_given(opts), *others), [], [], opts, collective="barrier"
+        )
+
+    def send(self, tensors: Any, *where: Any) -> Any:
+        """Send a tensor to a rank."""
+        lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
+        return self._one_way(self.inner.send(lines, *where), lines, None)
+
+    def recv(self, tensors: Any, *where: Any) -> Any:
+        """Receive a tensor from a rank."""
+        return self._received(self.inner.recv, tensors, *where)
+
+    def recv_anysource(self, tensors: Any, *where: Any) -> Any:
+        """Receive a tensor from whichever rank sends one first."""
+        return self._received(self.inner.recv_anysource, tensors, *where)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
     _allgather_base = all_gather_single
@@ -275,9 +511,101 @@ class PlannedGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin a block whose collectives end in one work, which `_end_coalescing` returns."""
+        block: list[dist.Work] = []
+        self._block = block
+        # where the block raises torch forgets to end it: its context manager is gone then, and what it keeps goes too
+        manager = sys._getframe(2).f_locals.get("self")
+        if isinstance(manager, AbstractContextManager):
+            weakref.finalize(manager, self._leave_block, block).atexit = False
+        if device.type == "cuda":
+            self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> JointWork:
+        """The work of all that was called in the block."""
+        works, self._block = self._block or [], None
+        if device.type == "cuda":
+            works = [*works, self.inner._end_coalescing(device)]
+        return JointWork([work for work in works if work is not None])
+
+    def _leave_block(self, block: list[dist.Work]) -> None:
+        """Forget a block that has not been ended, and what torch has collected in it."""
+        if self._block is block:
+            self._block = None
+            dist.distributed_c10d._world.pg_coalesce_state.pop(self, None)
+
+    def get_group_store(self) -> Store:
+        """The store over which its ranks have found each other."""
+        return self._store
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> PlannedGroup | None:
+        """The group of some ranks of this one, with a plan of its own; None on a rank that is not among them.
+
+        Parameters
+        ----------
+        new_ranks : sequence of int
+            As ranks of this group are counted; sorted, as torch has it. All of them must call it.
+        timeout : timedelta, optional
+            By default that of this group.
+        opts, device_types
+            Options of NCCL, and kinds of devices; all are served as here.
+        group_name : str, optional
+            Where it is given, as `torch.distributed.split_group` does, the caller registers the group.
+        group_desc : str, optional
+
+        Raises
+        ------
+        UsageError
+            These are not ranks of this group, or one is named twice; or this group has lost a rank.
+        """
+        ranks = sorted(new_ranks)
+        if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < self.size():
+            raise UsageError(
+                f"new_ranks must be different ranks from 0 to {self.size() - 1}, got {list(new_ranks)}"
+            )
+        if self._lost:
+            raise UsageError("a group that has lost a rank cannot be split; start the job again")
+        if self.rank() not in ranks:
+            return None
+        limit = timeout or timedelta(seconds=self._timeout)
+        members = [self.members[rank] for rank in ranks]
+        if group_name is None:
+            made: PlannedGroup = dist.new_group(
+                members,
+                timeout=limit,
+                backend="topoplan",
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+            return made
+        store = PrefixStore(f"{group_name}/", self._store)
+        made = _make(store, ranks.index(self.rank()), len(ranks), limit)
+        made.given_members = tuple(members)
+        made._set_group_name(group_name)
+        made._set_group_desc(group_desc or "undefined")
+        return made
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as those of the job are counted."""
+        return self.given_members or tuple(dist.get_process_group_ranks(self))
+
     def shutdown(self) -> None:
         """Give up everything."""
         if self.communicator is not None:
+            if any(not handle.done() for handle in self._left):
+                self.communicator.abort(
+                    "a wait for a collective has timed out, and the process group is destroyed"
+                )
             self.communicator.close()
         let_go()
         if self.carrier is not self.inner:
@@ -286,19 +614,22 @@ class PlannedGroup(dist.ProcessGroup):
         self._lost.clear()
 
     def abort(self) -> None:
-        """Abort what is under way, by plan or not."""
+        """Abort what is under way, by plan or not: whoever waits for it raises."""
+        if self.communicator is not None:
+            self.communicator.abort("the process group is aborted")
         if self.carrier is not self.inner:
             self.carrier.abort()
         self.inner.abort()
 
-    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> PlannedWork:
+    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, factor = _operation(opts)
-        flat = _times(_joined(tensors), factor)
+        flat = _times(joined(tensors), factor)
         return self._started(
             lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
             flat,
-            lambda: _put(tensors, _parts(flat, tensors)),
+            lambda: put(tensors, parts_of(flat, tensors)),
             tensors,
+            opts,
         )
 
     def _gathered(
@@ -306,29 +637,148 @@ class PlannedGroup(dist.ProcessGroup):
         rows: Sequence[Sequence[torch.Tensor]],
         inputs: Sequence[torch.Tensor],
         told: list[Any],
+        opts: Any,
         *,
         then: Callable[[], None] = lambda: None,
-    ) -> PlannedWork:
+    ) -> Any:
         """Gather tensors of every rank into a row of tensors for each."""
-        flat = _joined(inputs)
+        flat = joined(inputs)
         whole = flat.new_empty(self.size() * flat.numel())
 
         def finish() -> None:
             for row, line in zip(rows, self._blocks(whole), strict=True):
-                _put(row, _parts(line, row))
+                put(row, parts_of(line, row))
             then()
 
-        return self._started(lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, told)
+        return self._started(
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, told, opts
+        )
 
-    def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> PlannedWork:
+    def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
         op, factor = _operation(opts)
-        given, flat = _times(whole, factor), _joined(outputs)
+        given, flat = _times(whole, factor), joined(outputs)
         return self._started(
             lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
             given,
-            lambda: _put(outputs, _parts(flat, outputs)),
+            lambda: put(outputs, parts_of(flat, outputs)),
             outputs,
+            opts,
         )
+
+    def _scattered_beneath(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
+        flat = line_of(output)
+        return self._beneath(
+            lambda: self.inner._reduce_scatter_base(flat, whole, *_given(opts)),
+            [whole],
+            [output],
+            opts,
+            lambda: put([output], [flat]),
+            collective="reduce_scatter",
+            op=_op_name(opts),
+            count=whole.numel(),
+        )
+
+    def _uneven(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        received: list[int],
+        sent: list[int],
+        opts: Any,
+        told: list[Any],
+        *,
+        op: str | None = "split",
+        then: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """An all-to-all of so many elements from and to each rank, by the group beneath, in bytes."""
+        flat, whole, itemsize = _lines(input), _lines(output), input.element_size()
+        itemsize = itemsize if flat.dtype == torch.uint8 else 1
+        counts = [[itemsize * one for one in listed] for listed in (received, sent)]
+
+        def run() -> Any:
+            if self.communicator is not None and input.device.type == "cpu":
+                check_splits(self.communicator.gather_beside(splits_text(received, sent)))
+            return self.inner.alltoall_base(whole, flat, *counts, *_given(opts))
+
+        def finish() -> None:
+            put([output], _as_types([whole], [output]))
+            then()
+
+        return self._beneath(run, [input], told, opts, finish, collective="alltoall", op=op)
+
+    def _in_place(
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        opts: Any,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        moved: bool = False,
+        written: bool = True,
+    ) -> Any:
+        """A collective of the group beneath on tensors that are input and result, as lines."""
+        dense = all(one.layout == torch.strided for one in tensors)
+        lines = [(_lines(one) if moved else line_of(one)) if dense else one for one in tensors]
+        return self._beneath(
+            lambda: getattr(self.inner, name)(lines, *_given(opts)),
+            tensors,
+            tensors,
+            opts,
+            lambda: put(*((tensors, _as_types(lines, tensors)) if dense and written else ([], []))),
+            collective=name.removesuffix("_coalesced"),
+            op=op,
+            root=root,
+            count=sum(one.numel() for one in tensors),
+        )
+
+    def _beneath(
+        self,
+        call: Callable[[], Any],
+        inputs: Sequence[torch.Tensor],
+        told: list[Any],
+        opts: Any,
+        finish: Callable[[], None] = lambda: None,
+        **agreed: Any,
+    ) -> Any:
+        """Run a collective by the group beneath: on the CPU in the order of those by plan, once all ranks agree on it.
+
+        Parameters
+        ----------
+        call : callable
+            Starts it; returns the work of the group beneath.
+        inputs : sequence of tensors
+        told : list
+            What the work gives.
+        opts : options of the collective
+        finish : callable
+            Puts the results where the caller wants them.
+        **agreed
+            What all ranks must mean alike (`Communicator.beside`).
+        """
+        comm = self.communicator
+        if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
+            return self._noted(JointWork([call()], finish), opts)
+        types = dtype_of(inputs[0]) if inputs else ""
+        handle = comm.beside(lambda: call().wait(), dtype=types, **agreed)
+        device = torch.device("cpu")
+        future = future_of(handle, told, device=device, arrays=comm.arrays, finish=finish)
+        return self._noted(PlannedWork(handle, future, told, self._left.append), opts)
+
+    def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
+        """Receive into tensors, however their elements lie."""
+        check_results(tensors, "tensor")
+        lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
+        return self._one_way(receive(lines, *where), lines, tensors)
+
+    def _one_way(self, work: Any, lines: list[torch.Tensor], tensors: list[torch.Tensor] | None) -> Any:
+        if tensors is not None and any(one is not line for one, line in zip(tensors, lines, strict=True)):
+            work = JointWork([work], lambda: put(tensors, lines))
+        elif tensors is None:
+            work = JointWork([work], lines.clear)  # which must stay until then
+        if self._block is not None and lines[0].device.type == "cpu":
+            self._block.append(work)
+        return work
 
     def _blocks(self, line: torch.Tensor) -> Sequence[torch.Tensor]:
         """A line in a part for each rank."""
@@ -340,12 +790,35 @@ class PlannedGroup(dist.ProcessGroup):
         given: torch.Tensor,
         finish: Callable[[], None],
         tensors: list[Any],
-    ) -> PlannedWork:
+        opts: Any,
+    ) -> Any:
         assert self.communicator is not None, "`_carries` was asked before"
         handle = start(self.communicator)
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
-        return PlannedWork(handle, future, tensors)
+        return self._noted(PlannedWork(handle, future, tensors, self._left.append), opts)
+
+    def _noted(self, work: dist.Work, opts: Any) -> dist.Work | None:
+        """A work; in a block that ends in one work it is kept for that, and only given to who waits by himself."""
+        if self._block is None:
+            return work
+        self._block.append(work)
+        return work if getattr(opts, "asyncOp", False) else None
+
+    def _refusing(self, check: Callable[[], Result]) -> Result:
+        """What a check of arguments returns; where it raises, all ranks refuse the collective.
+
+        Raises
+        ------
+        UsageError
+        """
+        self._planned()
+        try:
+            return check()
+        except UsageError as error:
+            if self.communicator is not None:
+                self.communicator.refuse(str(error))
+            raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
         """Whether a plan can reduce tensors so."""
@@ -372,7 +845,7 @@ class PlannedGroup(dist.ProcessGroup):
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
             gather = gather_over(self.inner, device)
             on_failure = agreed_on_failure(gather) if self is dist.group.WORLD else "raise"
-            verdict = agreed_file(self, gather)
+            verdict = agreed_file(self, gather, self.members)
             self.reason = verdict.reason
             if verdict.plan is None:
                 if on_failure == "shrink":
@@ -450,31 +923,26 @@ def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 
-def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor one after another: its own memory where they lie so, else a copy."""
-    return tensor.detach().contiguous().view(-1)
+def _op_name(opts: Any) -> str:
+    """The reduction of a collective, as ranks compare it."""
+    if opts is None:
+        return "sum"
+    return _operation(opts)[0] or str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2].lower()
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of tensors one after another; of one tensor as `_line`."""
-    return _line(tensors[0]) if len(tensors) == 1 else torch.cat([_line(one) for one in tensors])
+def _lines(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that is only moved: on the CPU as bytes, since gloo does not know all types."""
+    line = line_of(tensor)
+    return bytes_of(line) if line.device.type == "cpu" else line
 
 
-def _parts(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A line in parts as long as tensors."""
-    return torch.split(line, [one.numel() for one in tensors])
+def _as_types(lines: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Lines, perhaps of bytes, with the types of tensors."""
+    return [line.view(one.dtype) for line, one in zip(lines, tensors, strict=False)]
 
 
 def _times(line: torch.Tensor, factor: Any) -> torch.Tensor:
     return line if factor is None else line * factor
-
-
-def _put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
-    """Copy lines into tensors that they are not the memory of."""
-    with torch.inference_mode():
-        for target, line in zip(targets, lines, strict=False):
-            if target.data_ptr() != line.data_ptr():
-                target.detach().copy_(line.view(target.shape))
 
 
 def _like(tensor: torch.Tensor) -> Any:
@@ -487,7 +955,7 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
     kind = dist.ProcessGroup.BackendType
     others = gloo_over(store, rank, size, timeout)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return InnerGroups(others, others, "cpu:gloo")
+        return InnerGroups(others, others, "cpu:gloo", store)
 
     def nccl(name: str, limit: timedelta) -> dist.ProcessGroupNCCL:
         options = dist.ProcessGroupNCCL.Options()
@@ -498,7 +966,7 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
     plans = dist.ProcessGroup(store, rank, size)
     plans._set_default_backend(kind.NCCL)
     plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", PATIENCE * timeout))
-    return InnerGroups(others, plans, "cpu:gloo,cuda:nccl")
+    return InnerGroups(others, plans, "cpu:gloo,cuda:nccl", store)
 
 
 def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
