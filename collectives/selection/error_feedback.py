@@ -243,6 +243,6 @@ def checked_density(density: Any, name: str = "density") -> float:
     UsageError
         It is not a number above 0 and at most 1.
     """
-    if not (isinstance(density, Real) and 0 < density <= 1):
+    if not (isinstance(density, Real) and 0 < float(density) <= 1):
         raise UsageError(f"{name} must be above 0 and at most 1, got {density!r}; give for example 0.01")
     return float(density)
