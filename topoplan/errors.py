@@ -9,6 +9,7 @@
     ├── PlanError (ValueError)        a plan is wrong; names shard, stage and rank
     ├── ProbeError                    hardware or driver did not answer
     └── BackendError                  a running collective failed; names rank, peer and step
+        └── RefusedError (UsageError) all ranks refused a collective before data moved; names the rank that differs
 
 Every message is one line: what happened with the values, then what to do.
 """
@@ -111,3 +112,35 @@ class BackendError(TopoplanError):
         self.rank = rank
         self.peer = peer
         self.step = step
+
+
+class RefusedError(BackendError, UsageError):
+    """All ranks refused a collective before any data moved; the communicator stays usable.
+
+    One rank called it with wrong arguments, or with other ones than the other ranks. The message is the same on all
+    ranks.
+
+    Attributes
+    ----------
+    rank, peer : int or None
+        This rank, and the rank that refused or differs.
+    by_all : bool
+        Whether every rank refused it.
+    next_call : int
+        The number that all ranks give to their next collective.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        by_all: bool = False,
+        next_call: int = 0,
+    ) -> None:
+        super().__init__(message)  # without the place: the text is the same on all ranks
+        self.rank = rank
+        self.peer = peer
+        self.by_all = by_all
+        self.next_call = next_call

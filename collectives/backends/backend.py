@@ -16,6 +16,7 @@ from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.peers import World
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
+from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 from topoplan.topology import Topology
 
@@ -139,14 +140,24 @@ class Backend(Protocol[Array]):
 
         Raises
         ------
+        RefusedError
+            A rank refused, or means another collective: on all ranks, before anything moves.
         BackendError
-            A peer died, stalled, refused or means another collective. The back end is unusable from then on.
+            A peer died or stalled. The back end is unusable from then on.
         """
 
     def refuse(self, signature: Signature) -> None:
         """Tell the other ranks that this one will not take part in a collective, and why (`Signature.refusal`).
 
-        They raise `BackendError`; the back end is unusable from then on.
+        All ranks come together for that as for any collective, and all of them raise; nothing is done where all ranks
+        are in this process.
+
+        Raises
+        ------
+        RefusedError
+            As `run`.
+        BackendError
+            As `run`.
         """
 
     def largest(self, value: float) -> float:
@@ -165,8 +176,10 @@ class GathersTexts(Protocol):
 
         Raises
         ------
+        RefusedError
+            A rank means something else, or refuses: on all ranks.
         BackendError
-            A rank means something else, refuses, died or stalled. The back end is unusable from then on.
+            A rank died or stalled. The back end is unusable from then on.
         """
 
     def gather_texts(self, text: str) -> list[str]:
@@ -177,6 +190,14 @@ class GathersTexts(Protocol):
         BackendError
             A rank died, stalled, or makes another call. The back end is unusable from then on.
         """
+
+
+@runtime_checkable
+class Aborts(Protocol):
+    """A back end of one rank whose waits can be ended from another thread."""
+
+    def abort(self, error: BackendError) -> None:
+        """End every wait of this rank, and tell the other ranks why; the back end is unusable from then on."""
 
 
 @runtime_checkable
@@ -406,6 +427,14 @@ class OneRank:
         """See `GathersTexts.agree`."""
         with self._telling():
             self._world.agree(signature, timeout=self._timeout)
+
+    def refuse(self, signature: Signature) -> None:
+        """See `Backend.refuse`."""
+        self.agree(signature)
+
+    def abort(self, error: BackendError) -> None:
+        """See `Aborts.abort`."""
+        self._world.abort(error)
 
     def gather_texts(self, text: str) -> list[str]:
         """See `GathersTexts.gather_texts`."""

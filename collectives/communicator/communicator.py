@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from collectives.backends.backend import Backend, Captures, GivesMemory, Splits,
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.dense_collectives import DenseCollectives
 from collectives.communicator.going_on import CANNOT, Terms, can_go_on, come
-from collectives.communicator.handle import InOrder, Outcome
+from collectives.communicator.handle import Handle, InOrder, Outcome
 from collectives.communicator.members import Members
 from collectives.communicator.sparse_collectives import SparseCollectives
 from collectives.communicator.watching import LEAST_BYTES, MODES, check_watched
@@ -57,6 +57,11 @@ class Communicator(DenseCollectives, SparseCollectives):
     Where a collective fails because of another process, every rank that still lives raises `BackendError`. Its
     ``out`` array is then untouched (but see `empty`), and so are the inputs. A rank that already had its whole result
     has returned it, and raises in the next call. The communicator is unusable from then on, until `shrink` is called.
+
+    Arguments that do not fit are refused before anything moves, and the communicator stays usable. If all ranks are
+    called with such arguments, each raises its `UsageError`. If only some are, or ranks differ in what they call, all
+    raise the same `RefusedError` (a UsageError and a BackendError), which names the rank. A rank that refuses waits for
+    the next call of the others, up to the timeout.
 
     Parameters
     ----------
@@ -516,6 +521,58 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError("nothing is different; name links in without_links or slow_links")
         self._in_order.run(partial(self._members.replan, change))
 
+    def beside(
+        self,
+        task: Callable[[], Any],
+        *,
+        collective: str,
+        root: int | None = None,
+        op: str | None = None,
+        dtype: str = "",
+        count: int = 0,
+    ) -> Handle[Any]:
+        """Start what another library exchanges, in the order of the collectives and once all ranks agree on it.
+
+        Parameters
+        ----------
+        task : callable
+            Called in the background, after everything that was started before; ends with the exchange.
+        collective, root, op, dtype, count
+            What all ranks must mean alike: names, the rank, and the number of elements.
+
+        Returns
+        -------
+        Handle
+            Of what the task returns. It raises `RefusedError` where ranks mean different things; the task has not been
+            called then.
+        """
+        told = {"collective": collective, "root": root, "op": op, "dtype": dtype, "count": count}
+
+        def run() -> Any:
+            self._open().agree(**told)
+            return task()
+
+        return self._in_order.submit(run)
+
+    def gather_beside(self, text: str) -> list[str]:
+        """As `gather_texts`, called in a task of `beside`."""
+        return self._open().gather_texts(text)
+
+    def abort(self, reason: str) -> None:
+        """End what is under way on this rank and all that comes, from any thread: whoever waits for it raises.
+
+        The other ranks are told, and raise as if this one had died. Nothing is done where the communicator is closed,
+        or where all ranks are in this process.
+
+        Parameters
+        ----------
+        reason : str
+            A clause for the message of the `BackendError` that is raised.
+        """
+        execution = self._members.now
+        if execution is not None and self.one_rank:
+            execution.abort(f"rank {self.rank} has aborted its communicator: {reason}; make a new one")
+
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
         execution = self._members.close()
@@ -608,7 +665,18 @@ class Communicator(DenseCollectives, SparseCollectives):
         return self._in_order.run(lambda: serve(execution.backend, execution.store))
 
     def refuse(self, reason: str) -> None:
-        """Say that this rank cannot go on, and why: the next collective of the others raises `BackendError`."""
+        """Refuse the next collective with all ranks, and say why: the others raise `RefusedError` in it.
+
+        Nothing is done where all ranks are in this process. Where the others do not come within the timeout, the
+        communicator is unusable from then on.
+
+        Raises
+        ------
+        RefusedError
+            Some rank does not refuse by itself; the same on all ranks.
+        BackendError
+            An earlier collective failed.
+        """
         if self.one_rank:
             self._in_order.run(lambda: self._open().refuse(reason))
 

@@ -39,7 +39,7 @@ from collectives.peers.survivors import Survivors
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.sparse.sparse_request import SparseRequest
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
 
 Result = TypeVar("Result")
@@ -101,6 +101,11 @@ class Members:
         if execution is None:
             raise UsageError("the communicator is closed; make a new one")
         return execution, company
+
+    @property
+    def now(self) -> Execution[Any] | None:
+        """What runs their collectives; None where the communicator is closed."""
+        return self._present[0]
 
     @property
     def execution(self) -> Execution[Any]:
@@ -227,7 +232,8 @@ class Members:
                 result, failure = self._given_to_all(run, seats, outcome)
             except UsageError as error:
                 sparse.go_back(asked, before)
-                self.execution.refuse(str(error))
+                if not isinstance(error, RefusedError):
+                    self.execution.refuse(str(error))
                 raise
             except BackendError:
                 sparse.go_back(asked, before)
@@ -267,7 +273,7 @@ class Members:
             try:
                 texts = self.execution.gather_texts(survivors.knocks)
             except BackendError as error:
-                if not self.repeats:
+                if not self.repeats or isinstance(error, RefusedError):
                     raise
                 progress = self._without_failed(error, Progress(self._handed_over))
                 survivors = self.survivors("grow")
@@ -325,7 +331,11 @@ class Members:
             result = run()
             complete = True
             execution.hand_over()
+        except RefusedError:
+            raise
         except BackendError as error:
+            if execution.aborted:
+                raise
             progress = self._without_failed(error, Progress(self._handed_over, complete))
             if max(one.handed_over for one in progress) == self._handed_over:
                 outcome.repeated = True

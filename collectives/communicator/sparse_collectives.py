@@ -14,7 +14,7 @@ from collectives.communicator.members import Members
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -84,9 +84,12 @@ class SparseCollectives(ABC):
         ------
         UsageError
             An argument does not fit. The residuals are what they were.
+        RefusedError
+            Another rank refused, or means another gradient; the communicator stays usable. The residuals hold this
+            gradient too, as after a BackendError, but on the rank that refused.
         BackendError
-            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
-            unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
+            Another rank failed. The residuals hold what was not given, this gradient too, unless it was lost in the sum
+            of a server: to be sure of it, go on from a state that was saved.
         """
         execution, company = self._members.present
         try:
@@ -113,20 +116,20 @@ class SparseCollectives(ABC):
         try:
             chosen = self._explained(asked)
             residuals = sparse.prepare(asked)
-        except UsageError as error:
-            self.refuse(str(error))
-            raise
         except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
             with suppress(UsageError):
                 residuals = sparse.prepare(asked)
                 self._in_order.run(lambda: sparse.keep(asked, residuals))
+            raise
+        except UsageError as error:
+            self.refuse(str(error))
             raise
 
         def run() -> Any:
             try:
                 return sparse.run(asked, residuals, chosen)
             except UsageError as error:
-                if execution.backend.one_rank:
+                if execution.backend.one_rank and not isinstance(error, RefusedError):
                     execution.refuse(str(error))
                 raise
 

@@ -22,7 +22,7 @@ from collectives.communicator.what_is_left import Change, Company, plan_of_rest
 from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
 from collectives.execution.execution import Execution
 from collectives.execution.request import Request
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Plans
@@ -177,6 +177,8 @@ class Watch:
                 root=current.root,
                 about=Change.of(slow_links=self._judge.believed).digest,
             )
+        except RefusedError:
+            raise
         except (InfeasibleError, UsageError) as error:
             return current, [*news, f"the plan stays, since there is no other: {error}"]
         if made.digest == current.digest:

@@ -25,6 +25,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import (
     AVERAGED,
     DIVIDED_FIRST,
+    Aborts,
     Backend,
     Call,
     GathersTexts,
@@ -45,7 +46,7 @@ from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
-from topoplan.errors import BackendError
+from topoplan.errors import BackendError, RefusedError
 from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
@@ -142,6 +143,8 @@ class Execution(Generic[Array]):
         What the collectives so far have moved.
     failure : BackendError or None
         What another process did that ended this.
+    aborted : bool
+        Whether `abort` was called.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -152,6 +155,7 @@ class Execution(Generic[Array]):
         self._calls = 0
         self._failed = False
         self.failure: BackendError | None = None
+        self.aborted = False
         asked = os.environ.get(DEBUG, "0")
         self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str, str], Array] = {}
@@ -252,7 +256,7 @@ class Execution(Generic[Array]):
         try:
             call.run(number, source, result)
         except BaseException as error:
-            self._fails(error)
+            self._meets(error)
             raise
         self.traffic.add(call.table, itemsize=call.kind.itemsize)
         if call.kept:
@@ -471,7 +475,7 @@ class Execution(Generic[Array]):
             yield backend.gather_texts
         except BaseException as error:
             if isinstance(error, BackendError) or not isinstance(error, Exception):
-                self._fails(error)
+                self._meets(error)
             raise
 
     def model_seconds(self, collective: str, nbytes: int) -> float:
@@ -492,7 +496,7 @@ class Execution(Generic[Array]):
             self._run_measured(call, digest, nbytes)
         except BaseException as error:
             if self.backend.one_rank:
-                self._fails(error)
+                self._meets(error)
             raise
         self.traffic.add(call.table, itemsize=call.itemsize)
 
@@ -561,11 +565,48 @@ class Execution(Generic[Array]):
             library.copy(output, result)
         return output
 
+    def agree(self, **agreed: Any) -> None:
+        """Compare with all ranks what they are about to do, which something else carries out.
+
+        Raises
+        ------
+        RefusedError
+            A rank means something else, or refuses; on all ranks.
+        BackendError
+            Another rank failed.
+        """
+        with self._speaking(**agreed):
+            pass
+
+    def abort(self, reason: str) -> None:
+        """End what is under way and all that comes, from any thread; the other ranks are told."""
+        rank = self.backend.ranks[0]
+        self.aborted = self._failed = True
+        self.failure = BackendError(reason, rank=rank, peer=rank)
+        if isinstance(self.backend, Aborts):
+            self.backend.abort(self.failure)
+
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks about arguments that do not fit here, so that none of them waits."""
+        """Refuse a collective with all ranks, since arguments do not fit here; nothing where all have other reasons.
+
+        Where other ranks do not come for it, execution fails: the caller has an error to raise.
+
+        Raises
+        ------
+        RefusedError
+            Some rank does not refuse by itself; the same on all ranks.
+        BackendError
+            An earlier collective failed.
+        """
         self._check_alive()
-        self._failed = True
-        self.backend.refuse(self._signature(refusal=reason))
+        try:
+            self.backend.refuse(self._signature(refusal=reason))
+        except RefusedError as error:
+            self._meets(error)
+            if not error.by_all:
+                raise
+        except BackendError as error:
+            self._meets(error)
 
     def _signature(self, **agreed: Any) -> Signature:
         nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
@@ -587,15 +628,20 @@ class Execution(Generic[Array]):
         BackendError
             A rank failed. Where this is raised some may have had the word, and then all have their results.
         """
-        with self._speaking(collective="handed over"):
-            pass
+        self.agree(collective="handed over")
 
-    def _fails(self, error: BaseException) -> None:
+    def _meets(self, error: BaseException) -> None:
+        """Note what has ended a collective: all ranks go on behind one that they have refused, and else never."""
+        if isinstance(error, RefusedError):
+            self._calls = error.next_call
+            return
         self._failed = True
-        if isinstance(error, BackendError):
+        if isinstance(error, BackendError) and not self.aborted:
             self.failure = error
 
     def _check_alive(self) -> None:
+        if self.aborted and self.failure is not None:
+            raise self.failure
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
 

@@ -21,8 +21,8 @@ from collectives.peers.peers import World, plain, waits_for_nothing
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.rendezvous_client import GRACE_SECONDS, Control, Watcher
 from collectives.peers.rendezvous_state import Message
-from collectives.peers.signature import Signature
-from topoplan.errors import BackendError, UsageError
+from collectives.peers.signature import Signature, disagreement
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 NO_END = 1e6
 """Seconds that a helper waits for work, more than a week; then it asks whether the ranks still live, and waits on."""
@@ -100,8 +100,6 @@ class TcpWorld(World):
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
-        self._signature: Signature | None = None
-        """Of what was agreed on last, for the comparison where ranks differ."""
         self._found: BackendError | None = None
         self._own: Message | None = None
         """A failure that this rank has met and not told yet."""
@@ -120,11 +118,11 @@ class TcpWorld(World):
         return [base64.b64decode(part) for part in answer["data"]]
 
     def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
-        """See `World.agree`; the rendezvous compares, and answers as soon as two differ.
+        """See `World.agree`; the rendezvous compares, and answers once all have come.
 
         Where it is ``helped``, all helpers are told what the ranks have agreed on, and waited for.
         """
-        self._ask({**_agreement(signature), "helped": helped}, timeout, signature)
+        self._ask({**_agreement(signature), "helped": helped}, timeout)
 
     def follow(self) -> Signature | None:
         """What the ranks have agreed on that this helper takes part in, whenever that is; None once they have left.
@@ -136,7 +134,7 @@ class TcpWorld(World):
         """
         control = self.control
         with self.changed:
-            self._signature = control.answer = None
+            control.answer = None
         control.say({"type": "follow"})
         self.wait(lambda: control.answer is not None or control.alone, timeout=NO_END)
         with self.changed:
@@ -145,20 +143,31 @@ class TcpWorld(World):
             told = None if control.answer is None else control.answer.get("signature")
         return None if told is None else Signature.unpack(str(told).encode())
 
-    def meet(self, signature: Signature) -> None:
-        """Note what this rank is about to agree on with the others without the rendezvous."""
-        self._signature = signature
+    def meet(self) -> None:
+        """Note that this rank is about to agree with the others without the rendezvous."""
+        self.control.differ = None
 
     def miss_others(self, signature: Signature) -> None:
-        """Tell the rendezvous that this rank waits for others where it meets them; it looks why they do not come."""
+        """Tell the rendezvous that this rank waits for others where it meets them; it looks why they do not come.
+
+        Where they do not come because ranks differ, `differing` is what to raise.
+        """
         self.control.say({**_agreement(signature), "met": self.met, "meeting": self.met + 1})
+
+    @property
+    def differing(self) -> RefusedError | None:
+        """What all ranks raise where they differ in what they agree on now."""
+        if self.control.differ is None:
+            return None
+        signatures = [Signature.unpack(text.encode()) for text in self.control.differ["signatures"]]
+        return disagreement(signatures, rank=self.rank)
 
     def largest(self, value: float, *, timeout: float) -> float:
         """See `World.largest`."""
         return float(self._ask({"type": "largest", "value": float(value)}, timeout)["value"])
 
     def refuse(self, signature: Signature) -> None:
-        """Tell all ranks that this one will not take part in what they agree on, and why; waits for nobody."""
+        """Of a helper: end what the ranks have agreed on, and tell them why; waits for nobody."""
         self._tell(_agreement(signature))
 
     def wait(
@@ -276,15 +285,27 @@ class TcpWorld(World):
         self._undo.append(self.watcher.close)
         self.control.listen(self.changed, lambda: self.waiting(), self.watcher)
 
-    def _ask(self, message: Message, timeout: float, signature: Signature | None = None) -> Message:
-        """Tell the rendezvous something that all ranks tell it, and wait for its answer; raises as `wait`."""
+    def _ask(self, message: Message, timeout: float) -> Message:
+        """Tell the rendezvous something that all ranks tell it, and wait for its answer.
+
+        Raises
+        ------
+        RefusedError
+            Ranks differ in what they agree on.
+        BackendError
+            As `wait`.
+        """
+        control = self.control
         with self.changed:
-            self._signature = signature
-            self.control.answer = None
-        self.control.say({**message, "met": self.met})
-        self.wait(lambda: self.control.answer is not None, timeout=timeout)
-        assert self.control.answer is not None, "that was waited for"
-        return self.control.answer
+            before, control.answer, control.differ = control.answer, None, None
+        control.say({**message, "met": self.met})
+        self.wait(lambda: control.answer is not None or control.differ is not None, timeout=timeout)
+        error = self.differing
+        if error is not None:
+            control.answer = before
+            raise error
+        assert control.answer is not None, "that was waited for"
+        return control.answer
 
     def _tell(self, message: Message, until: float = math.inf) -> None:
         """Tell the rendezvous that it is over, and give it time to tell the others."""
@@ -338,8 +359,15 @@ class TcpWorld(World):
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
         now = time.monotonic()
-        self._give_time(lambda: self._over() or control.answer is not None or control.patience, now)
+        self._give_time(
+            lambda: (
+                self._over() or control.patience or control.answer is not None or control.differ is not None
+            ),
+            now,
+        )
         self._check(now)
+        if control.answer is None and control.differ is not None:
+            control.answer = before
         if control.answer is None:  # what was waited for may have come just now
             if not control.patience:
                 raise self._silence(f"waited {timeout:g} s", wait.peer)
@@ -347,21 +375,10 @@ class TcpWorld(World):
 
     def _failed(self, verdict: Message) -> BackendError:
         """What a verdict means for this rank."""
-        if verdict["type"] == "differ":
-            return self._difference(verdict)
         peer = verdict["peer"]
         rank = self.rank if verdict["rank"] is None else verdict["rank"]
         step = self.step(peer) if verdict["step"] is None else verdict["step"]
         return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
-
-    def _difference(self, verdict: Message) -> BackendError:
-        others = {int(rank): text for rank, text in verdict["signatures"].items() if int(rank) != self.rank}
-        for peer, text in others.items() if self._signature is not None else ():
-            assert self._signature is not None, "that was asked"
-            conflict = self._signature.conflict(Signature.unpack(text.encode()))
-            if conflict:
-                return BackendError(conflict, rank=self.rank, peer=peer)
-        return BackendError(str(verdict["message"]), rank=self.rank, peer=min(others, default=None))
 
     def _silence(self, reason: str, peer: int | None) -> BackendError:
         """The rendezvous does not answer; if a rank hosts it, that one holds everybody up."""

@@ -17,14 +17,14 @@ from collectives.peers.control_page import AGREED, CLOSED, NOTES, Control, Place
 from collectives.peers.peer_watchdog import Hearsay, Watch
 from collectives.peers.peers import World, plain
 from collectives.peers.shared_memory import create_memory, open_memory
-from collectives.peers.signature import LENGTH, Signature
+from collectives.peers.signature import LENGTH, Signature, disagreement
 from topoplan.errors import BackendError
 
 OUTCOME = 32
 """Bytes of what is agreed on."""
 
-ABSENT = b" " * LENGTH
-"""Stands for the note of a rank that has not been asked."""
+DIFFER = b"differ"
+"""Outcome where ranks of several hosts do not mean the same."""
 
 Notes = dict[int, bytes]
 Until = Callable[[Callable[[], bool], int], None]
@@ -33,9 +33,6 @@ Until = Callable[[Callable[[], bool], int], None]
 
 class OtherHosts(Hearsay, Protocol):
     """What carries words between hosts."""
-
-    def send_notes(self, notes: list[bytes]) -> None:
-        """Send the notes of this host, in order of its ranks, to those who speak for the others."""
 
     def exchange_notes(self, own: list[bytes], until: Until) -> Notes:
         """The notes of the ranks of other hosts for those of this one; those who speak for a host call it."""
@@ -79,11 +76,18 @@ class SharedWorld(World):
     def agree(self, signature: Signature, *, timeout: float) -> None:
         """See `World.agree`."""
 
-        def compare(notes: Notes) -> bytes:
-            self._compare(signature, notes)
-            return b""
+        note = signature.pack()
 
-        self._reach(signature.pack(), compare)
+        def compare(notes: Notes) -> bytes:
+            signatures = self._signatures(notes)
+            if self._others is None:
+                self._raise_unless_alike(signatures)
+            return b"" if len(set(signatures)) == 1 else DIFFER
+
+        if self._reach(note, compare).rstrip() == DIFFER:
+            # the rank that speaks for a host knows the notes of all, the others those of their host
+            assert self._others is not None, "else it has been raised"
+            self._raise_unless_alike([Signature.unpack(one) for one in self.gather(note, timeout=timeout)])
 
     def begin(self, note: bytes) -> int:
         """Put the note of a collective in its place, for who meets the others by himself; its number."""
@@ -91,20 +95,29 @@ class SharedWorld(World):
         self._control.put_note(self._rounds, note)
         return self._rounds
 
-    def differ(self, signature: Signature) -> None:
+    def differ(self) -> None:
         """Say in what the notes that all ranks of this one host have shown differ; raises as `agree`."""
-        self._compare(
-            signature,
-            {rank: self._control.note(place, self._rounds) for place, rank in enumerate(self._members)},
-        )
+        notes = {rank: self._control.note(place, self._rounds) for place, rank in enumerate(self._members)}
+        self._raise_unless_alike(self._signatures(notes))
 
-    def _compare(self, signature: Signature, notes: Notes) -> None:
-        mine = signature.pack()
-        for peer, note in notes.items():
-            if note != mine:
-                conflict = signature.conflict(_signature(note))
-                if conflict:
-                    self.watch.fail(peer, 0, conflict, lost=False)
+    def _signatures(self, notes: Notes) -> list[Signature]:
+        """What ranks have shown, in their order; fails on all where one is at something else."""
+        found = []
+        for peer, note in sorted(notes.items()):
+            try:
+                found.append(Signature.unpack(note))
+            except ValueError:
+                text = (
+                    "the peer is at something else between two collectives, this rank at a collective; "
+                    "make the same calls on all ranks"
+                )
+                self.watch.fail(peer, 0, text, lost=False)
+        return found
+
+    def _raise_unless_alike(self, signatures: list[Signature]) -> None:
+        error = disagreement(signatures, rank=self.rank)
+        if error is not None:
+            raise error
 
     def largest(self, value: float, *, timeout: float) -> float:
         """See `World.largest`."""
@@ -114,15 +127,6 @@ class SharedWorld(World):
 
         outcome = self._reach(json.dumps({"largest": value}).encode().ljust(LENGTH), largest_of)
         return float(struct.unpack_from("d", outcome)[0])
-
-    def refuse(self, signature: Signature) -> None:
-        """Show a note that says why this rank will not take part, and wait for nobody."""
-        self._rounds += 1
-        note = signature.pack()
-        self._control.write_note(self._rounds, note)
-        self._control.alarm()
-        if self._others is not None and self.rank == self._members[0]:
-            self._others.send_notes([note if rank == self.rank else ABSENT for rank in self._members])
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """See `World.gather`: through memory that all ranks see, where they do.
@@ -217,6 +221,8 @@ class SharedWorld(World):
         self._rounds += 1
         control, watch = self._control, self.watch
         control.write_note(self._rounds, note)
+        if self._others is None:
+            control.alarm()  # a rank that means a collective may sleep in its program
         notes: Notes = {}
         for place, rank in enumerate(self._members):
             watch.word(rank, NOTES, self._rounds, 0)
@@ -257,14 +263,6 @@ class SharedWorld(World):
                 self.watch.fail(peer, 0, text, lost=False)
             values[peer] = told[key]
         return values
-
-
-def _signature(note: bytes) -> Signature:
-    """What a rank has shown; a signature without a collective where it is at something else."""
-    try:
-        return Signature.unpack(note)
-    except ValueError:
-        return Signature(-1, "", 0, "largest", None, None, "", 0, 0)
 
 
 def _contents(pid: int, descriptor: int) -> bytes:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from collectives.peers.blame import Waiting
-from collectives.peers.signature import LENGTH, Signature
+from collectives.peers.signature import LENGTH, Signature, disagreement
 from topoplan.errors import BackendError
 
 BLOCK = 640
@@ -74,20 +74,24 @@ class World(ABC):
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
 
+    def abort(self, error: BackendError) -> None:
+        """End every wait of this rank with an error, and let all ranks know; from any thread."""
+        self.tell(error)
+
     def compare(self, signature: Signature, about: str = "", *, timeout: float) -> list[str]:
         """What every rank says about a collective that all of them mean to run alike, in order of rank.
 
         Raises
         ------
+        RefusedError
+            A rank means another collective, or refuses this one; the same on all ranks, which can go on.
         BackendError
-            A rank means another collective, refuses this one, or is at something else; and as `gather`.
+            A rank is at something else; and as `gather`.
         """
         said = self._said(COLLECTIVE, signature.pack() + about.encode(), timeout)
-        theirs = [Signature.unpack(data[:LENGTH]) for data in said]
-        # why one refuses tells more than how the others differ
-        for peer in sorted(range(self.size), key=lambda peer: not theirs[peer].refusal):
-            if peer != self.rank:
-                signature.check(theirs[peer], rank=self.rank, peer=peer)
+        error = disagreement([Signature.unpack(data[:LENGTH]) for data in said], rank=self.rank)
+        if error is not None:
+            raise error
         return [data[LENGTH:].decode() for data in said]
 
     def agree(self, signature: Signature, *, timeout: float) -> None:

@@ -38,6 +38,8 @@ class Control:
     ----------
     answer : Message or None
         To what was asked last.
+    differ : Message or None
+        The signatures of all ranks, where they differ in what they agree on now.
     patience : bool
         Whether a rank that has asked who stalls is to wait on.
     verdict : Message or None
@@ -63,6 +65,7 @@ class Control:
         self.rank = rank
         self.size = size
         self.answer: Message | None = None
+        self.differ: Message | None = None
         self.patience = False
         self.verdict: Message | None = None
         self.alone = False
@@ -158,8 +161,10 @@ class Control:
         self._connection.close()
 
     def _note(self, message: Message) -> None:
-        if message["type"] in ("failed", "differ"):
+        if message["type"] == "failed":
             self.verdict = self.verdict or message
+        elif message["type"] == "differ":
+            self.differ = message
         elif message["type"] == "leaving":
             self.alone = True
         elif message["type"] == "patience":

@@ -1,8 +1,9 @@
 """What the ranks of a job tell each other outside the links: who is there, what each means to run, who failed.
 
-A pure state machine: messages in, messages out. Before a collective all ranks send their signatures here and
-none begins before all have agreed, so also a rank whose table is empty is compared with the others. The first
-failure that anybody reports is told to everybody, word for word; later ones are consequences and are dropped.
+A pure state machine: messages in, messages out. Before a collective all ranks send their signatures here and none
+begins before all have agreed, so also a rank whose table is empty is compared with the others. Where signatures differ
+all ranks get those of all, and the job goes on. The first failure that anybody reports is told to everybody, word for
+word; later ones are consequences and are dropped.
 
 Ranks may also meet elsewhere (`collectives.backends.tcp.meeting`). Then only those that wait long say so here, with the
 number of their meeting; what a rank says has the number of meetings that it has come through, so that none is taken to
@@ -276,8 +277,11 @@ class Hub:
     def _enter(self, rank: int, message: Message) -> list[Post]:
         """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
         self._round[rank] = message
-        if message.get("refused"):
-            return self._differ(rank)
+        if (
+            message.get("refused") and rank not in self._ranks
+        ):  # the ranks have agreed and wait for this helper
+            refusal = json.loads(message["signature"])["refusal"]
+            return self._fail(f"the peer refused the collective: {refusal}", peer=rank)
         if self._gone:
             return self._miss(min(self._gone))
         first = min(self._round, key=lambda other: (other == rank, other))
@@ -287,9 +291,7 @@ class Hub:
                 rank=first,
                 peer=rank,
             )
-        if message["type"] == "agree" and message["signature"] != self._round[first]["signature"]:
-            return self._differ(first, rank)
-        return [] if "meeting" in message else self._answer()
+        return self._answer()
 
     @property
     def _ranks(self) -> list[int]:
@@ -302,6 +304,13 @@ class Hub:
         if not self._round or len(self._round) < len(ranks):
             return []
         message = self._round[ranks[0]]
+        signatures = [one.get("signature") for one in self._round.values()]
+        if len(set(signatures)) > 1 or any(one.get("refused") for one in self._round.values()):
+            listed = [self._round[one]["signature"] for one in ranks]
+            self._round = {}
+            return self._to_ranks({"type": "differ", "signatures": listed})
+        if any("meeting" in one for one in self._round.values()):
+            return []  # they come together without this
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
@@ -313,19 +322,12 @@ class Hub:
         self._following -= followers
         self._round = {}
         told = {"type": "agreed", "signature": message.get("signature")}
-        return [(one, told) for one in sorted(followers)] + [
-            post for post in self._everyone(answer) if post[0] in ranks
-        ]
+        return [(one, told) for one in sorted(followers)] + self._to_ranks(answer)
 
-    def _differ(self, *ranks: int) -> list[Post]:
-        """Two signatures differ, or one refuses: every rank compares its own with them."""
-        signatures = {str(rank): self._round[rank]["signature"] for rank in ranks}
-        self._verdict = {
-            "type": "differ",
-            "message": "the ranks run different collectives",
-            "signatures": signatures,
-        }
-        return self._everyone(self._verdict)
+    def _to_ranks(self, message: Message) -> list[Post]:
+        """To all who are no helpers."""
+        ranks = self._ranks
+        return [post for post in self._everyone(message) if post[0] in ranks]
 
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
         """A rank has waited too long: ask the others what they wait for."""

@@ -1,18 +1,21 @@
 """What all ranks must agree on before the first byte of a collective moves.
 
 Two ranks that run different plans, or the same plan on arrays of different length, would wait for each other or
-add bytes that do not belong together. So every rank sends a signature ahead, and compares.
+add bytes that do not belong together. So every rank sends a signature ahead, and compares. A rank whose arguments are
+wrong sends a refusal in its place. Every rank has the signatures of all ranks before it raises, so all of them raise
+the same error and can go on with the next collective.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
 
-from topoplan.errors import BackendError
+from topoplan.errors import RefusedError
 
 LENGTH = 512
 """Bytes of a packed signature."""
@@ -92,37 +95,60 @@ class Signature:
         except TypeError as error:
             raise ValueError(f"no signature of a collective: {error}") from error
 
-    def check(self, other: Signature, *, rank: int, peer: int) -> None:
-        """Compare with what a peer sent.
-
-        Raises
-        ------
-        BackendError
-            There is a `conflict`; names the rank and the peer.
-        """
-        text = self.conflict(other)
-        if text:
-            raise BackendError(text, rank=rank, peer=peer)
-
-    def conflict(self, other: Signature) -> str:
-        """Why a peer that sent this cannot be answered: it refuses, or which fields differ; empty if it can."""
-        if other.refusal:
-            return f"the peer refused the collective: {other.refusal}"
-        if self == other:
-            return ""
-        differing = [
-            f"{name} {getattr(other, name)!r} instead of {getattr(self, name)!r}"
-            for name in _NAMES
-            if getattr(self, name) != getattr(other, name)
-        ]
-        return (
-            f"the peer runs another collective: {', '.join(differing)}; "
-            "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype"
-        )
-
 
 _NAMES = tuple(field.name for field in fields(Signature))
 _VALUES_AFTER_CALL = attrgetter(*_NAMES[1:])
+
+_FOLLOWS = ("call", "plan", "chunk")
+"""What differs as a consequence where arguments differ."""
+
+
+def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError | None:
+    """Return what a rank raises where some rank refuses or runs another collective; None where all run the same.
+
+    The error names the lowest rank that refuses; else the lowest whose signature is not the most frequent one, which is
+    that of the lowest rank where several are as frequent.
+
+    Parameters
+    ----------
+    signatures : sequence of Signature
+        Of all ranks, in their order.
+    rank : int
+        This one.
+
+    Examples
+    --------
+    >>> usual = Signature(3, "12ab", 3, "allreduce", None, "sum", "float32", 100, 100)
+    >>> other = Signature(3, "12ab", 3, "allreduce", None, "max", "float32", 100, 100)
+    >>> print(disagreement([usual, other, usual], rank=0))
+    rank 1 runs another collective: op 'max' instead of 'sum'; give all ranks the same plan, calls in the same order, \
+and arrays of one shape and dtype
+    >>> disagreement([usual, usual, usual], rank=0) is None
+    True
+    """
+    refusing = [place for place, one in enumerate(signatures) if one.refusal]
+    if not refusing and len(set(signatures)) == 1:
+        return None
+    next_call = 1 + max(one.call for one in signatures)
+    if refusing:
+        peer = refusing[0]
+        text = f"rank {peer} refused the collective: {signatures[peer].refusal}"
+        by_all = len(refusing) == len(signatures)
+        return RefusedError(text, rank=rank, peer=peer, by_all=by_all, next_call=next_call)
+    usual = Counter(signatures).most_common(1)[0][0]
+    peer, other = next((place, one) for place, one in enumerate(signatures) if one != usual)
+    differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
+    fields = ", ".join(
+        f"{name} {getattr(other, name)!r} instead of {getattr(usual, name)!r}"
+        for name in [name for name in differing if name not in _FOLLOWS] or differing
+    )
+    return RefusedError(
+        f"rank {peer} runs another collective: {fields}; "
+        "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype",
+        rank=rank,
+        peer=peer,
+        next_call=next_call,
+    )
 
 
 @lru_cache(maxsize=64)

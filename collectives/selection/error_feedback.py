@@ -12,6 +12,7 @@ more entries are sent (section 3.3).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ class ErrorFeedback:
             range.
         """
         added = flat_gradient(gradient, self.residual)
-        check_arguments(k, self.residual.size, "refuse")
+        k = check_arguments(k, self.residual.size, "refuse")
         if self._room is None or self._room.k != k:
             self._room = Room(self.residual, k)
         kept = Kept(self.residual, self.velocity, self.residual.dtype.type(self.momentum))
@@ -225,6 +226,23 @@ def warm_up_density(epoch: int, density: float = 0.001) -> float:
     """
     if epoch < 0:
         raise UsageError(f"epoch {epoch} is before the first one; count from 0")
-    if not 0 < density <= 1:
-        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
-    return max(density, FIRST ** (epoch + 1))
+    return max(checked_density(density), FIRST ** (epoch + 1))
+
+
+def checked_density(density: Any, name: str = "density") -> float:
+    """Return a density that is one.
+
+    Parameters
+    ----------
+    density : anything
+    name : str
+        Its name in the message.
+
+    Raises
+    ------
+    UsageError
+        It is not a number above 0 and at most 1.
+    """
+    if not (isinstance(density, Real) and 0 < float(density) <= 1):
+        raise UsageError(f"{name} must be above 0 and at most 1, got {density!r}; give for example 0.01")
+    return float(density)

@@ -72,7 +72,7 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
             f"mstopk reads contiguous numpy arrays of float32 or float64, not {kind}; convert it"
         )
     flat = x.reshape(-1)
-    check_arguments(k, flat.size, "refuse")
+    k = check_arguments(k, flat.size, "refuse")
     if samples < 1:
         raise UsageError(f"{samples} samples find no threshold; give at least 1")
     index = index_type(flat.size)

@@ -12,6 +12,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -103,19 +104,26 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
 
         return topk_gpu(x, k, nan=nan)
     data = magnitudes(x)
-    check_arguments(k, data.bits.size, nan)
+    k = check_arguments(k, data.bits.size, nan)
     chosen = select(data, k)
     if nan == "refuse":
         refuse_nan(data, chosen)
     return chosen.indices, chosen.bits.view(x.dtype)
 
 
-def check_arguments(k: int, size: int, nan: str) -> None:
-    """Refuse a k that cannot be, and an unknown treatment of NaN."""
-    if not 0 <= k <= size:
-        raise UsageError(f"{k} of {size} entries cannot be chosen; give k between 0 and {size}")
+def check_arguments(k: int, size: int, nan: str) -> int:
+    """Return k; refuse one that cannot be, and an unknown treatment of NaN."""
+    try:
+        count = index(k)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= size:
+        raise UsageError(
+            f"k must be a whole number from 0 to {size}, as many as there are entries, got {k!r}"
+        )
     if nan not in ("refuse", "largest"):
         raise UsageError(f"nan={nan!r} is unknown; use 'refuse' or 'largest'")
+    return count
 
 
 def refuse_nan(data: Magnitudes, chosen: Entries) -> None:

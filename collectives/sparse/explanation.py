@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collectives.selection.error_feedback import checked_density
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.units import format_size
@@ -121,13 +122,11 @@ def entries_of(size: int, density: float) -> int:
     Raises
     ------
     UsageError
-        The density is not above 0 and at most 1.
+        The density is not a number above 0 and at most 1.
 
     Examples
     --------
     >>> entries_of(1000, 0.01), entries_of(10, 0.01), entries_of(0, 0.01)
     (10, 1, 0)
     """
-    if not 0 < density <= 1:
-        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
-    return min(size, max(1, round(density * size)))
+    return min(size, max(1, round(checked_density(density) * size)))

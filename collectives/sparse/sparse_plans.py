@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.execution.execution import Execution
 from collectives.sparse.round_runner import RoundRunner
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan
@@ -92,6 +92,8 @@ class SparsePlans:
         if not self._absent[exchange] and (exchange, entries) not in self._runners:
             try:
                 made = self._plan(exchange, entries)
+            except RefusedError:
+                raise
             except (InfeasibleError, UsageError):
                 self._absent[exchange] = "the machine has no way for it"
             else:

@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.execution.request import check_inputs, check_outputs
+from collectives.selection.error_feedback import checked_density
 from collectives.sparse.entry_messages import message_bytes
 from collectives.sparse.explanation import entries_of
 from topoplan.errors import UsageError
@@ -29,6 +30,9 @@ OPERATIONS = ("sum", "avg")
 
 NOMINAL = 1 << 20
 """Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
+
+LEAST_SHARE = Fraction(1, 10**9)
+"""Smallest share of the bytes that plans are made for; a density below it still gives one entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ class SparseRequest:
         """Bytes of entries for a byte of the gradient by which plans and models go: those of a large one."""
         entries = entries_of(NOMINAL, self.density)
         nbytes = message_bytes(entries, size=NOMINAL, dtype=self.dtype, wire=self.wire)
-        return exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
+        share = exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
+        return max(share, LEAST_SHARE)
 
     def about(self, exchange: str) -> str:
         """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
@@ -107,6 +112,7 @@ def sparse_request(
     """
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
+    checked_density(density)
     dtype = library.dtype(inputs[0])
     if dtype not in DTYPES:
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")

@@ -1,8 +1,8 @@
-"""A collective that runs in the background, as torch wants to hear of it: a future, and the work of a process group."""
+"""Collectives that run in the background, as torch wants to hear of them: futures, and works of a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,18 +73,33 @@ class PlannedWork(dist.Work):
     future : Future
         Of the tensors that are written.
     tensors : list of tensors, or of lists of them
+    left : callable, optional
+        Called with the handle where a wait for it has ended before it.
     """
 
-    def __init__(self, handle: Handle[Any], future: torch.futures.Future[Any], tensors: list[Any]) -> None:
+    def __init__(
+        self,
+        handle: Handle[Any],
+        future: torch.futures.Future[Any],
+        tensors: list[Any],
+        left: Callable[[Handle[Any]], None] = lambda handle: None,
+    ) -> None:
         super().__init__()
         self._handle = handle
         self._future = future
         self._tensors = tensors
+        self._left = left
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, on a GPU in the order of its current stream; raises what went wrong."""
+        """Wait for the end, on a GPU in the order of its current stream; raises what went wrong, or TimeoutError."""
         if timeout:
-            self._handle.wait(timeout.total_seconds())
+            try:
+                self._handle.wait(timeout.total_seconds())
+            except TimeoutError:
+                self._left(self._handle)
+                raise
+            except TopoplanError:
+                pass  # as the future tells it
         self._future.wait()
         return True
 
@@ -104,3 +119,59 @@ class PlannedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors, from which also C++ hears what went wrong."""
         return self._future.then(lambda ended: ended.value())
+
+
+class JointWork(dist.Work):
+    """`torch.distributed.Work` that ends with several others, and then with what is done in its first wait.
+
+    Parameters
+    ----------
+    works : sequence of Work
+    finish : callable
+        Called once, behind the wait for all of them.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._works = works
+        self._finish = finish
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of all, on a GPU in the order of its current stream; raises what went wrong first."""
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        if not self._over:
+            self._over = True
+            self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """What all of them give, when they have ended."""
+        self.wait()
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of what all of them give."""
+        futures = [work.get_future() for work in self._works]
+        together: torch.futures.Future[Any] = torch.futures.collect_all(futures)
+
+        def ended(all_of_them: torch.futures.Future[Any]) -> Any:
+            results = [one.value() for one in all_of_them.value()]
+            self.wait()
+            return results
+
+        return together.then(ended)
+
+    def _source_rank(self) -> int:
+        """The rank that a receive from any rank has heard."""
+        (work,) = self._works
+        return int(work._source_rank())

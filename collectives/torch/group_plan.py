@@ -59,7 +59,7 @@ def agreed_plan(plan: GivenPlan | None, group: dist.ProcessGroup, gather: Gather
         The plan that a rank was given is none, or is not for this group, or not that of the others; on all ranks, with
         the same text.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     try:
         say_all(gather, lambda: str(devices_of(group)))  # else its messages cannot carry a plan
     except TopoplanError as error:
@@ -76,9 +76,18 @@ def agreed_plan(plan: GivenPlan | None, group: dist.ProcessGroup, gather: Gather
         return Verdict(None, f"no plan can be made of this job: {error}")
 
 
-def agreed_file(group: dist.ProcessGroup, gather: Gather) -> Verdict:
-    """As `agreed_plan`, for the plan that the environment gives, if it gives one."""
-    members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]) -> Verdict:
+    """As `agreed_plan`, for the plan that the environment gives, if it gives one.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    gather : callable
+        Over its ranks.
+    members : sequence of int
+        Its ranks, as those of the job are counted.
+    """
+    rank = group.rank()
     read: list[Plans | None] = []
 
     def whole() -> str:

@@ -263,7 +263,12 @@ class InStepAverager(Averager):
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
         low_rank, codes = self._low_rank, self._codes
-        elements, density = elements_of(comm, gradients), how.density_at(step)
+        elements = elements_of(comm, gradients)
+        try:
+            density = how.density_at(step)
+        except UsageError as error:
+            comm.refuse(str(error))
+            raise
         if parts is None:
             parts = (Part(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):

@@ -21,7 +21,7 @@ from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
 from collectives.training.kept_memory import Part, real_shape
 from collectives.training.uneven import Presence
-from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
 """A list of arrays, one for each parameter, for each rank of this process."""
@@ -283,6 +283,10 @@ def in_bucket(error: TopoplanError, *, step: int, bucket: str, rank: int | None 
     named = isinstance(error, BackendError) and error.rank is not None
     told = f"{error}" if rank is None or named else f"rank {rank}: {error}"
     text = f"training step {step}, {bucket}: {told}"
+    if isinstance(error, RefusedError):
+        return RefusedError(
+            text, rank=error.rank, peer=error.peer, by_all=error.by_all, next_call=error.next_call
+        )
     if not isinstance(error, BackendError) and rank is None:
         return UsageError(text) if isinstance(error, UsageError) else TopoplanError(text)
     made = BackendError(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
+from collectives.selection.error_feedback import checked_density
 from collectives.staleness.modes import BSP, Mode
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
@@ -149,10 +150,8 @@ class ExchangeSettings:
                         f"{name} {getattr(self, name)!r} is for sparse gradients; give a density too"
                     )
             return
-        if not callable(self.density) and not (isinstance(self.density, Real) and 0 < self.density <= 1):
-            raise UsageError(
-                f"a density of {self.density!r} is not above 0 and at most 1; give for example 0.01"
-            )
+        if not callable(self.density):
+            checked_density(self.density)
         if self.compress is not None:
             raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
         if not isinstance(self.mode, BSP):
@@ -174,7 +173,19 @@ class ExchangeSettings:
         )
 
     def density_at(self, step: int) -> float:
-        """The density of a step; 1 where gradients are dense."""
+        """The density of a step; 1 where gradients are dense.
+
+        Raises
+        ------
+        UsageError
+            The function of the step raises, or gives something else.
+        """
         if self.density is None:
             return 1.0
-        return self.density(step) if callable(self.density) else self.density
+        if not callable(self.density):
+            return self.density
+        try:
+            found = self.density(step)
+        except Exception as error:
+            raise UsageError(f"density({step}) raised {type(error).__name__}: {error}") from error
+        return checked_density(found, f"density({step})")

@@ -29,7 +29,7 @@ from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
 from collectives.training.uneven import Presence, told_to_others
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -666,10 +666,16 @@ class GradientSynchronizer:
         """Arguments that do not fit are told to the other ranks, which would wait for this one."""
         try:
             yield
+        except RefusedError:
+            raise  # by all ranks
         except UsageError as error:
             text = f"{when or f'training step {self.recorder.step}'}: {error}"
-            with contextlib.suppress(BackendError):
+            try:
                 self.communicator.refuse(text)
+            except RefusedError as told:
+                raise told from error
+            except BackendError:
+                pass  # the others are gone, and this rank has an error of its own
             raise UsageError(text) from error
 
     def _average(self, parameters: Any) -> None:

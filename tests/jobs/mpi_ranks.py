@@ -110,7 +110,7 @@ def _raised(what: Callable[[], object]) -> dict[str, Any]:
     try:
         what()
     except BackendError as error:
-        return {"kind": "BackendError", "text": str(error), "rank": error.rank, "peer": error.peer}
+        return {"kind": type(error).__name__, "text": str(error), "rank": error.rank, "peer": error.peer}
     except UsageError as error:
         return {"kind": "UsageError", "text": str(error)}
     return {"kind": "nothing"}
@@ -139,11 +139,31 @@ def _no_array(backend: MpiBackend, rank: int) -> None:
     comm.all_reduce([1.0, 2.0] if rank == 1 else np.ones(2))
 
 
+def _after_refusals(backend: MpiBackend, rank: int) -> None:
+    """Calls that are wrong on all ranks, on one, and other ones on one, and a right call behind each."""
+    comm = Communicator(forest_plan(backend.size, "allreduce", "chain"), backend)
+    calls: list[Callable[[], object]] = [
+        lambda: comm.reduce_scatter(np.ones(backend.size + 1)),
+        lambda: comm.all_reduce([1.0, 2.0] if rank == 1 else np.ones(2)),
+        lambda: comm.all_gather(np.ones(2)) if rank == 1 else comm.all_reduce(np.ones(2)),
+        lambda: comm.broadcast(np.ones(3), root=99 if rank else 0),
+        lambda: comm.sparse_all_reduce(np.ones(30), density=2 if rank == 2 else 0.1, exchange="pairs"),
+    ]
+    for call in calls:
+        try:
+            call()
+        except UsageError:
+            assert comm.all_reduce(np.ones(2)).tolist() == [backend.size] * 2
+        else:
+            raise AssertionError("it is refused")
+
+
 def _after_failure(backend: MpiBackend, rank: int) -> None:
     comm = Communicator(forest_plan(backend.size, "allreduce", "chain"), backend)
     try:
-        comm.all_reduce(np.ones(2 + (rank == 1)))
+        backend.largest(1.0) if rank == 1 else comm.all_reduce(np.ones(2))
     except BackendError:
+        comm._open()._meets(BackendError("as a collective would"))
         comm.all_reduce(np.ones(2))
 
 
@@ -172,6 +192,7 @@ MISTAKES: dict[str, Callable[[MpiBackend, int], None]] = {
     "op": _other_call(op="max"),
     "chunk": _other_call(chunk=512),
     "no array": _no_array,
+    "after refusals": _after_refusals,
     "after failure": _after_failure,
     "leaves early": _leaves_early,
     "wrong size": _wrong_size,

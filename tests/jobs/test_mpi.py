@@ -73,21 +73,27 @@ def mistakes(
 @pytest.mark.parametrize("name", ["count", "dtype", "plan", "op", "chunk"])
 def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[str, Any]], name: str) -> None:
     for rank, one in enumerate(mistakes):
-        assert one[name]["kind"] == "BackendError"
-        assert (one[name]["rank"], name in one[name]["text"]) == (rank, True)
+        assert (one[name]["kind"], one[name]["rank"], one[name]["peer"]) == ("RefusedError", rank, 1)
+        assert name in one[name]["text"]
+        assert one[name]["text"] == mistakes[0][name]["text"]
 
 
 @pytest.mark.thorough
-def test_an_argument_that_does_not_fit_ends_the_collective_on_all_ranks(
+def test_an_argument_that_does_not_fit_is_the_same_error_on_all_ranks(
     mistakes: list[dict[str, Any]],
 ) -> None:
     raised = [one["no array"] for one in mistakes]
-    assert [one["kind"] for one in raised] == ["BackendError", "UsageError", "BackendError", "BackendError"]
-    assert all("rank 1 has a list" in one["text"] for one in raised)
-    assert [one.get("peer") for one in raised] == [1, None, 1, 1]
+    assert {one["kind"] for one in raised} == {"RefusedError"}
+    assert {one["text"].split(" has a list")[0] for one in raised} == {
+        "rank 1 refused the collective: rank 1"
+    }
+    assert [one.get("peer") for one in raised] == [1] * 4
 
 
-def test_a_communicator_that_failed_says_so_in_later_calls(mistakes: list[dict[str, Any]]) -> None:
+def test_a_communicator_is_usable_after_refusals_and_not_after_a_failure(
+    mistakes: list[dict[str, Any]],
+) -> None:
+    assert all(one["after refusals"]["kind"] == "nothing" for one in mistakes)
     assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
 
 

@@ -624,7 +624,7 @@ def apart() -> dict[str, Any]:
         plans = inner_groups(PrefixStore("plans", store), rank, size, timeout).others
         group: Any = Others(others)
         carrier: Any = Batches(plans)
-        return InnerGroups(group, carrier, "cpu:gloo")
+        return InnerGroups(group, carrier, "cpu:gloo", store)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "inner_groups", two_groups)

@@ -319,7 +319,7 @@ def told(call: Callable[..., object], *arguments: Any) -> Any:
     try:
         call(*arguments)
     except BackendError as error:
-        return ["BackendError", str(error), error.rank, error.peer, error.step]
+        return [type(error).__name__, str(error), error.rank, error.peer, error.step]
     except UsageError as error:
         return ["UsageError", str(error)]
     return None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from collectives.backends.mpi.fault_tolerance import NO_MESSAGE, failed_ranks
 from collectives.backends.shared.instructions import Message, Program
 from collectives.peers.control_page import Failure, Placement
-from collectives.peers.over_shared_memory import ABSENT, Notes, Until
+from collectives.peers.over_shared_memory import Notes, Until
 from collectives.peers.peer_watchdog import Watch
 from collectives.peers.signature import LENGTH
 
@@ -72,13 +72,6 @@ class MpiHosts:
         for rank in self._strangers:
             self._sends.append((packed, self._comm.Isend(packed, rank, NOTICE)))
 
-    def send_notes(self, notes: list[bytes]) -> None:
-        """See `OtherHosts.send_notes`."""
-        self._sends = [one for one in self._sends if not one[1].Test()]
-        bundle = b"".join(notes)
-        for leader in self._other_leaders():
-            self._sends.append((bundle, self._comm.Isend(bundle, leader, NOTE)))
-
     def exchange_notes(self, own: list[bytes], until: Until) -> Notes:
         """See `OtherHosts.exchange_notes`."""
         from mpi4py import MPI
@@ -87,14 +80,15 @@ class MpiHosts:
         for leader in self._other_leaders():
             memory = bytearray(LENGTH * len(self._placement.members_of(leader)))
             self._receives.append((leader, memory, self._comm.Irecv([memory, MPI.BYTE], leader, NOTE)))
-        self.send_notes(own)
+        self._sends = [one for one in self._sends if not one[1].Test()]
+        bundle = b"".join(own)
+        for leader in self._other_leaders():
+            self._sends.append((bundle, self._comm.Isend(bundle, leader, NOTE)))
         notes = {}
         for leader, memory, receive in self._receives:
             until(receive.Test, leader)
             for place, rank in enumerate(self._placement.members_of(leader)):
-                note = bytes(memory[place * LENGTH : (place + 1) * LENGTH])
-                if note != ABSENT:
-                    notes[rank] = note
+                notes[rank] = bytes(memory[place * LENGTH : (place + 1) * LENGTH])
         return notes
 
     def gather(self, data: bytes, until: Until) -> list[bytes]:

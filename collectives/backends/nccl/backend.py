@@ -49,7 +49,7 @@ from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
-from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 from topoplan.units import format_size
 
 MOST_LANES = 1024
@@ -388,13 +388,6 @@ class NcclBackend(OneRank):
             else:
                 self._run(call, stream)
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
-        if not self._closed and self._guard.error is None:
-            with contextlib.suppress(BackendError):
-                self._world.compare(signature, self._about(0), timeout=self._timeout)
-            self._end(BackendError("this rank refused a collective; make a new communicator", rank=self.rank))
-
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
         with self._telling():
@@ -696,11 +689,13 @@ class NcclBackend(OneRank):
                     rank=self.rank,
                     peer=peer,
                 )
-            if (ON_HOST in (offer, offers[-1])) and offer != offers[-1]:
-                raise BackendError(
-                    "one of the two has its arrays on the host and the other on a GPU; move them to the same kind",
+            if (ON_HOST in (offers[0], offers[-1])) and offers[0] != offers[-1]:
+                raise RefusedError(
+                    f"one of rank {peer} and rank 0 has its arrays on the host and the other on a GPU; move them to "
+                    "the same kind",
                     rank=self.rank,
                     peer=peer,
+                    next_call=signature.call + 1,
                 )
         if min(offers) < 0 <= max(offers):
             raise UsageError(CAPTURED_ALONE)
@@ -736,6 +731,8 @@ class NcclBackend(OneRank):
         try:
             self._guard.check()
             yield
+        except RefusedError:
+            raise  # by all ranks, before anything is queued
         except BaseException as error:
             failure = self._failure(error)
             self._end(failure)

@@ -50,7 +50,7 @@ from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Reading, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
 """Bytes that are added up at once where that is done in Python."""
@@ -218,10 +218,6 @@ class SharedBackend(OneRank):
             self._stops(error)
             raise
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
-        self._world.refuse(signature)
-
     def close(self) -> None:
         """See `Backend.close`."""
         self._leave()
@@ -247,9 +243,10 @@ class SharedBackend(OneRank):
         return self._world.watch.telling()
 
     def _stops(self, error: BaseException) -> None:
-        """What a collective raises ends this back end, and the others are told."""
-        self._world.watch.stops(error)
-        self._arenas.retire()
+        """What a collective raises ends this back end, and the others are told, unless all have refused it."""
+        if not isinstance(error, RefusedError):
+            self._world.watch.stops(error)
+            self._arenas.retire()
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """See `GivesMemory.empty`: memory that all ranks of this host see, where the system gives it."""
@@ -343,7 +340,7 @@ class SharedBackend(OneRank):
             memories_of(source, result, rooms),
             work=None if lines is None else Work(lines, rooms),
             meeting=meeting,
-            differ=lambda: self._world.differ(kind.about.of_call(number)),
+            differ=self._world.differ,
             fetches=kind.fetched > 0 and self._show_input(kind, source, meeting),
             arenas=None if kind.empty is None else self._show_arrays(kind, source, result, meeting),
         )

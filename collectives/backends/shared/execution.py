@@ -341,7 +341,8 @@ class Runner:
         """
         self._calls += 1
         frame, program = self._frame, ready.program
-        base = self._calls << 32
+        # ranks have come to as many meetings, also where some have refused a collective and run no program
+        base = (meeting or self._calls) << 32
         ready.begin(frame, memories, meeting=meeting, base=base, arrays=arenas is not None, fetches=fetches)
         frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
         if arenas is not None:

@@ -58,7 +58,7 @@ from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors, reach_each_other
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.topology import Topology
 
@@ -176,6 +176,8 @@ class TcpBackend(OneRank):
         self._scratch = Scratch()
         self._flows: dict[tuple[object, ...], Flow] = {}
         self._meeting: Meeting | None = None
+        self._meets = False
+        """Whether the ranks have met: they do so again where they have refused a collective meanwhile."""
         self._frame = np.zeros(FRAME, dtype=np.int64)
         self._steps: list[Step] | None = None
         self._closed = False
@@ -312,7 +314,7 @@ class TcpBackend(OneRank):
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         with self._telling():
-            if self._meeting is not None and self._small(call):
+            if self._meets and self._small(call):
                 lines = lines_of(call)
                 ready = self._ready(call, lines)
                 self._run_small(call, ready, call.signature, lines.source_at, lines.result_at, lines)
@@ -323,7 +325,7 @@ class TcpBackend(OneRank):
         """See `Repeats.repeated`."""
         lines = lines_of(call, self.size)
         quick = lines.aligned and lines.arithmetic.quick(call.op)
-        if self._meeting is None or not self._small(call) or not quick:
+        if not self._meets or not self._small(call) or not quick:
             return None
         ready = self._ready(call, lines)
         (memory,) = call.memory
@@ -360,6 +362,9 @@ class TcpBackend(OneRank):
         lines: Lines | None = None,
     ) -> None:
         """Run a collective of which all is told in the meeting, on arrays at these addresses."""
+        if self._meeting is None:
+            self._world.agree(about, timeout=self._timeout)
+            self._open_meeting(self._timeout)
         assert self._meeting is not None, "where the ranks meet"
         (memory,) = like.memory
         nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
@@ -481,7 +486,7 @@ class TcpBackend(OneRank):
             world.agree(signature, timeout=self._timeout, helped=helped)
             self._open_meeting(self._timeout)
             return
-        world.meet(signature)
+        world.meet()
         status = meeting.begin(signature.pack(), source, nbytes)
         if status != ENDED:
             self._meet_slowly(meeting, signature, flow, status)
@@ -518,18 +523,23 @@ class TcpBackend(OneRank):
 
         with self._waiting(waits, lambda peer: flow().stops_at(peer)):
             world.wait(
-                lambda: status == ENDED or (status != WAITING and world.control.alone),
+                lambda: (
+                    status == ENDED
+                    or world.control.differ is not None
+                    or (status != WAITING and world.control.alone)
+                ),
                 timeout=self._timeout,
                 moved=lambda: meeting.touched,
                 pause=go_on,
             )
             if status == ENDED:
                 return
+            error = world.differing
+            if error is not None:
+                raise error
             peer = meeting.peer
-            text = f"rank {peer} closed its connection"
-            if status == DIFFERS:
-                text = signature.conflict(Signature.unpack(meeting.heard))
-            world.report(text, peer=peer, step=flow().stops_at(peer))
+            text = "runs another collective" if status == DIFFERS else "closed its connection"
+            world.report(f"rank {peer} {text}", peer=peer, step=flow().stops_at(peer))
             world.wait(lambda: False, timeout=self._timeout)
 
     def reach_others(self, timeout: float) -> None:
@@ -563,11 +573,13 @@ class TcpBackend(OneRank):
             )
             for distance in apart
         ]
-        self._meeting = Meeting(self.rank, self.size, links, self._bell)
+        self._meeting, self._meets = Meeting(self.rank, self.size, links, self._bell), True
 
     def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
-        if not self._closed:
+        """See `Backend.refuse`; a helper ends the job by it."""
+        if self.rank < self.size:
+            self.agree(signature)
+        elif not self._closed:
             self._world.refuse(signature)
             self._end()
 
@@ -665,6 +677,11 @@ class TcpBackend(OneRank):
             raise BackendError("the tcp back end has ended; make a new one", rank=self.rank)
         try:
             yield
+        except RefusedError:
+            # some ranks may have sent half of their notes, so all of them open what they meet over once more
+            self._meeting = None
+            self._network.close_meeting()
+            raise
         except BaseException as error:
             if not isinstance(error, BackendError):
                 reason = f"rank {self.rank} gave up: {type(error).__name__} {error}".rstrip()

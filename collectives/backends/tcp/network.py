@@ -137,6 +137,17 @@ class Network:
             self.telling[peer] = self._connect((self.rank, peer, MEETING), timeout)
         return lambda: len(self.hearing) == len(distances)
 
+    def close_meeting(self) -> None:
+        """Close the connections over which ranks meet; they may be opened once more when all ranks have done so."""
+        with self._lock:
+            connections = [*self.telling.values(), *self.hearing.values()]
+            self.telling.clear()
+            self.hearing.clear()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
     def drain(self, timeout: float) -> None:
         """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
 

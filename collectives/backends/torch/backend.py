@@ -33,7 +33,7 @@ from collectives.backends.torch.wires import LANES, GlooWires, Message, NcclWire
 from collectives.peers.error_rounds import Gather
 from collectives.peers.signature import Signature
 from collectives.peers.survivors import Survivors
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import RefusedError, UsageError
 
 
 class TorchBackend(OneRank):
@@ -142,13 +142,6 @@ class TorchBackend(OneRank):
         lines = (memory.source, memory.result, self._room(steps.scratch, memory.source))
         self._world.guarded(lambda: _execute(steps, lines, wires, joined))
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
-        try:
-            self._world.agree(signature, timeout=self._timeout)
-        except BackendError:
-            return  # the caller has an error of his own to hear of
-
     def meet_survivors(self, local: str) -> None:
         """Let ranks go on when others are gone, where all tensors are on the CPU; all ranks must call this.
 
@@ -195,14 +188,15 @@ class TorchBackend(OneRank):
             dist.destroy_process_group()
 
     def _agree(self, mine: Signature, kind: str) -> None:
-        """Compare with all ranks, so that all of them fail where two differ."""
+        """Compare with all ranks, so that all of them refuse where two differ."""
         kinds = self._world.compare(mine, kind, timeout=self._timeout)
         for peer, where in enumerate(kinds):
-            if where != kind:
-                raise BackendError(
-                    f"the peer has its tensors on {where} and this rank on {kind}; move them to the same kind",
+            if where != kinds[0]:
+                raise RefusedError(
+                    f"rank {peer} has its tensors on {where} and rank 0 on {kinds[0]}; move them to the same kind",
                     rank=self.ranks[0],
                     peer=peer,
+                    next_call=mine.call + 1,
                 )
 
     def _room(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,7 @@ class GroupWorld(BlockWorld):
         self._wires = list(wires)
         self._device = device
         self._found: BackendError | None = None
+        self._aborted: BackendError | None = None
         self._others: dict[int, Contact] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
@@ -134,6 +135,8 @@ class GroupWorld(BlockWorld):
         try:
             return task()
         except LostPeer as lost:
+            if self._aborted is not None:
+                raise self._aborted from lost
             mine = Notice(self.rank, lost.peer, lost.step, lost.fault)
             for wires in self._wires:
                 wires.cut()
@@ -148,6 +151,13 @@ class GroupWorld(BlockWorld):
     def tell(self, error: BackendError) -> None:
         """See `World.tell`: by a datagram, for ranks that fail too."""
         self._tell(Notice(self.rank, error.peer, error.step, plain(error)))
+
+    def abort(self, error: BackendError) -> None:
+        """See `World.abort`: waits for messages end when their connections are closed."""
+        self._found = self._aborted = error
+        self.tell(error)
+        for wires in self._wires:
+            wires.close_connections()
 
     def stalled(self, timeout: float) -> None:
         """See `World.stalled`: every wait for a message ends by itself."""

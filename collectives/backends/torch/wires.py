@@ -82,7 +82,10 @@ class Wires(Protocol):
         """Wait until nothing is under way any more."""
 
     def cut(self) -> None:
-        """Close all connections of the group, so that every peer that waits on this rank notices at once."""
+        """Forget what is under way, and close all connections."""
+
+    def close_connections(self) -> None:
+        """Close all connections of the group, so that every peer that waits on this rank notices; from any thread."""
 
 
 class GlooWires:
@@ -133,6 +136,10 @@ class GlooWires:
     def cut(self) -> None:
         """See `Wires.cut`."""
         self._works.clear()
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """See `Wires.close_connections`."""
         # a receive that times out is what makes gloo close every connection of a group; with a tag of its own,
         # since gloo ends the process when a message does not fit into its receive
         nothing = torch.empty(1, dtype=torch.uint8)
@@ -224,6 +231,10 @@ class NcclWires:
         """See `Wires.cut`."""
         self._queued.clear()
         self._unordered = []
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """See `Wires.close_connections`."""
         abort(self._group, self._device)
 
     def _batch(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:

@@ -30,6 +30,7 @@ from collectives.backends.tcp.wires import base_queue, lane_rates, link_rates, n
 from collectives.peers.rendezvous import Rendezvous
 from collectives.reduction import DTYPE_KINDS
 from collectives.testbed.network import crossed_links, lay_out, wires_file
+from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
     SIZES,
@@ -41,7 +42,7 @@ from tests.support.tcp_jobs import (
     in_threads,
     seal,
 )
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.plans.plan import EVERY, Plan
 from topoplan.plans.tree import Edge, Shard, Stage
 
@@ -194,10 +195,10 @@ def test_ranks_that_do_not_agree_all_say_in_what(
 ) -> None:
     errors = in_threads(forest_plan(4, "allreduce", "chain"), body)
     for rank, error in enumerate(errors):
-        assert isinstance(error, BackendError)
+        assert isinstance(error, RefusedError)
         assert field in str(error)
         assert error.rank == rank
-        assert (error.peer == 2) != (rank == 2)
+        assert error.peer == 2
 
 
 @pytest.mark.parametrize(("field", "body"), MISMATCHES)
@@ -209,10 +210,10 @@ def test_ranks_that_have_met_before_all_say_in_what_they_do_not_agree(
         return body(comm, rank)
 
     for rank, error in enumerate(in_threads(forest_plan(4, "allreduce", "chain"), second)):
-        assert isinstance(error, BackendError)
+        assert isinstance(error, RefusedError)
         assert field in str(error)
         assert error.rank == rank
-        assert (error.peer == 2) != (rank == 2)
+        assert error.peer == 2
 
 
 @pytest.mark.parametrize(
@@ -257,15 +258,100 @@ def test_a_rank_whose_argument_does_not_fit_tells_the_others_why() -> None:
         assert (errors[rank].rank, errors[rank].peer) == (rank, 1)
 
 
-def test_after_a_failure_every_call_is_an_error_and_nothing_is_left_running() -> None:
+REFUSALS: dict[str, Callable[[Communicator, bool], object]] = {
+    "reduce_scatter": lambda comm, wrong: comm.reduce_scatter(np.ones(4 if wrong else 3)),
+    "alltoall": lambda comm, wrong: comm.all_to_all(np.ones(4 if wrong else 3)),
+    "out": lambda comm, wrong: comm.all_gather(np.ones(2), out=np.ones(2) if wrong else None),
+    "root": lambda comm, wrong: comm.broadcast(np.ones(2), root=9 if wrong else 0),
+    "op": lambda comm, wrong: comm.reduce(np.ones(2), op="xor" if wrong else "sum"),
+    "later": lambda comm, wrong: comm.all_reduce(
+        np.ones(2), op="xor" if wrong else "sum", async_op=True
+    ).wait(),
+    "density": lambda comm, wrong: comm.sparse_all_reduce(
+        np.ones(40),
+        density=None if wrong else 0.1,  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"on_failure": "shrink"}])
+def test_what_does_not_fit_on_all_ranks_or_on_one_is_refused_by_all_and_calls_go_on(
+    options: dict[str, Any],
+) -> None:
+    def body(backend: TcpBackend, rank: int) -> list[list[str]]:
+        with Communicator(forest_plan(3, "allreduce", "star"), backend, **options) as comm:
+            found: list[list[str]] = []
+            for call in REFUSALS.values():
+                for wrong in (True, rank == 1):
+                    with pytest.raises(UsageError) as raised:
+                        call(comm, wrong)
+                    for _ in range(3):  # over the rendezvous, where ranks meet, and as a cached call
+                        assert comm.all_reduce(np.ones(3)).tolist() == [3.0] * 3
+                    found.append(
+                        [type(raised.value).__name__, str(raised.value).replace(f"rank {rank} has", "")]
+                    )
+            return found
+
+    ranks = backends_in_threads(3, body)
+    for number, (kind, text) in enumerate(ranks[1]):
+        assert kind == ("RefusedError" if number % 2 else "UsageError")
+        if number % 2:
+            assert text.startswith("rank 1 refused the collective: ")
+            assert {one[number][0] for one in ranks} == {kind}
+
+
+def test_abort_ends_what_ranks_wait_for_and_all_that_comes() -> None:
+    def body(comm: Communicator, rank: int) -> str:
+        comm.all_reduce(np.ones(3))
+        if rank == 0:
+            waits = comm.all_reduce(np.ones(3), async_op=True)
+            comm.abort("enough")
+            with pytest.raises(BackendError, match="has aborted its communicator: enough"):
+                waits.wait()
+            with pytest.raises(BackendError, match="has aborted its communicator: enough"):
+                comm.all_reduce(np.ones(3))
+        else:
+            with pytest.raises(BackendError, match="rank 0 has aborted its communicator: enough"):
+                comm.gather_texts("")
+        return "ended"
+
+    assert in_threads(forest_plan(2, "allreduce", "star"), body) == ["ended"] * 2
+
+
+def test_a_schedule_of_density_that_raises_on_one_rank_is_an_error_on_all() -> None:
+    def density(rank: int) -> Callable[[int], float]:
+        return lambda step: 0.5 if step == 0 or rank != 1 else 1 // 0
+
+    def body(backend: TcpBackend, rank: int) -> str:
+        weights = [np.zeros(8, np.float32)]
+        plan = forest_plan(3, "allreduce", "star")
+        with GradientSynchronizer(weights, plan, backend=backend, density=density(rank)) as synchronizer:
+            synchronizer.step([np.ones(8, np.float32)])
+            with pytest.raises(UsageError) as raised:
+                synchronizer.step([np.ones(8, np.float32)])
+        return str(raised.value)
+
+    found = backends_in_threads(3, body)
+    assert found[0] == found[1] == found[2]
+    assert str(found[0]).startswith(
+        "training step 1, bucket 0 of 1: rank 1 refused the collective: density(1) raised Zero"
+    )
+
+
+def test_after_a_refusal_calls_go_on_and_after_a_failure_each_is_an_error_and_nothing_is_left_running() -> (
+    None
+):
     before = set(threading.enumerate())
 
     def body(comm: Communicator, rank: int) -> str:
         out = np.full(4, -1.0)
-        with pytest.raises(BackendError):
+        with pytest.raises(RefusedError):
             comm.all_reduce(np.zeros(4 + rank), out=out if rank == 0 else None)
         assert (out == -1).all()
-        with pytest.raises(BackendError, match="make a new one"):
+        assert comm.all_reduce(np.ones(4)).tolist() == [3.0] * 4
+        with pytest.raises(BackendError):
+            comm._open().backend.largest(1.0) if rank else comm.all_reduce(np.zeros(4))  # type: ignore[func-returns-value]
+        with pytest.raises(BackendError, match=r"make a new one|has ended"):
             comm.all_reduce(np.zeros(4))
         return "ended"
 

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fake: Fake) -> None:
         (np.zeros(4, np.float32), 1, "4 elements, and the residual has 3"),
         (np.zeros(3), 1, "float64 cannot be added to float32"),
         (np.zeros(3, np.int32), 1, "int32 cannot be added to float32"),
-        (np.ones(3, np.float32), 4, "4 of 3 entries"),
+        (np.ones(3, np.float32), 4, "k must be a whole number from 0 to 3, .* got 4"),
     ):
         with pytest.raises(UsageError, match=told):
             feedback.feed(cupy.asarray(gradient), k)

@@ -1,0 +1,292 @@
+"""What the arguments of a process group's collectives must be, and the elements of tensors in lines.
+
+torch checks little of what it hands to a group, and gloo of torch 2.13 less: it takes split sizes as they come, so
+that negative ones and those that do not add up overwrite memory, and it moves the first bytes behind the address of a
+tensor, whatever its strides. So everything is checked here before anything moves, and only contiguous lines are
+handed on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from operator import index
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from topoplan.errors import UsageError
+
+
+def line_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor one after another: its own memory where they lie so, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors one after another; of one tensor as `line_of`."""
+    return line_of(tensors[0]) if len(tensors) == 1 else torch.cat([line_of(one) for one in tensors])
+
+
+def parts_of(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return a line in parts as long as tensors."""
+    return torch.split(line, [one.numel() for one in tensors])
+
+
+def put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
+    """Copy lines into tensors that they are not the memory of."""
+    with torch.inference_mode():
+        for target, line in zip(targets, lines, strict=False):
+            if target.data_ptr() != line.data_ptr():
+                target.detach().copy_(line.view(target.shape))
+
+
+def bytes_of(line: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a line: what is only moved may have a type that gloo does not know."""
+    return line.view(torch.uint8)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's type, as messages and agreements have it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_results(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise where results would be written to a place of memory twice.
+
+    Parameters
+    ----------
+    tensors : sequence of tensors
+        Of one type, which are written.
+    what : str
+        Their name in messages, such as "output".
+
+    Raises
+    ------
+    UsageError
+
+    Examples
+    --------
+    >>> check_results([torch.zeros(4), torch.zeros(4, 3)[:, 1]], "output")
+    >>> check_results([torch.zeros(1).expand(4)], "tensor")
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: tensor of shape (4,) and strides (0,) has several elements at one place of memory, \
+where results cannot be written; pass tensor.clone()
+    """
+    spans: list[tuple[int, int, int]] = []
+    for number, one in enumerate(tensors):
+        if one.layout != torch.strided or not one.numel() or one.device.type == "meta":
+            continue
+        name = what if len(tensors) == 1 else f"{what} {number}"
+        if not one.is_contiguous() and _overlaps_itself(one):
+            raise UsageError(
+                f"{name} of shape {tuple(one.shape)} and strides {one.stride()} has several elements at one place of "
+                f"memory, where results cannot be written; pass {what}.clone()"
+            )
+        start = one.data_ptr()
+        stop = start + (1 + _last(one)) * one.element_size()
+        for other_start, other_stop, other in spans:
+            if start < other_stop and other_start < stop and _share(tensors[other], one):
+                raise UsageError(f"{what}s {other} and {number} share memory; give each its own")
+        spans.append((start, stop, number))
+
+
+def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, of: str) -> None:
+    """Raise where tensors have other types or other numbers of elements than one.
+
+    Parameters
+    ----------
+    tensors : sequence of tensors
+    like : tensor
+    what, of : str
+        The names of both in messages.
+
+    Raises
+    ------
+    UsageError
+    """
+    for number, one in enumerate(tensors):
+        if one.dtype != like.dtype or one.numel() != like.numel():
+            name = what if len(tensors) == 1 else f"{what} {number}"
+            raise UsageError(
+                f"{name} must have {like.numel()} elements of {dtype_of(like)} as {of}, got {one.numel()} of "
+                f"{dtype_of(one)}"
+            )
+
+
+def check_length(listed: Sequence[object], size: int, what: str, of: str = "ranks") -> None:
+    """Raise where a list has not one item for each rank, or whatever else is counted.
+
+    Raises
+    ------
+    UsageError
+    """
+    if len(listed) != size:
+        raise UsageError(f"{what} must be one for each of {size} {of}, got {len(listed)}")
+
+
+def check_single(listed: Sequence[object], what: str) -> None:
+    """Raise where a list has not one item.
+
+    Raises
+    ------
+    UsageError
+    """
+    if len(listed) != 1:
+        raise UsageError(f"{what} must be a list of one, got {len(listed)}")
+
+
+def check_blocks(
+    whole: torch.Tensor, block: torch.Tensor, size: int, whole_name: str, block_name: str
+) -> None:
+    """Raise where a tensor has not the elements of as many blocks as there are ranks.
+
+    Raises
+    ------
+    UsageError
+    """
+    if whole.dtype != block.dtype or whole.numel() != size * block.numel():
+        raise UsageError(
+            f"{whole_name} must have {size * block.numel()} elements of {dtype_of(block)}, {size} times those of "
+            f"{block_name}, got {whole.numel()} of {dtype_of(whole)}"
+        )
+
+
+def split_counts(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    size: int,
+) -> tuple[list[int], list[int]]:
+    """Return how many elements come from each rank, and go to each, in an all-to-all.
+
+    Parameters
+    ----------
+    output, input : tensor
+    output_splits, input_splits : sequence of int
+        Rows of dimension 0 for each rank; empty for as many of each.
+    size : int
+        Number of ranks.
+
+    Raises
+    ------
+    UsageError
+
+    Examples
+    --------
+    >>> split_counts(torch.zeros(3, 2), torch.zeros(4, 2), [2, 1], [], 2)
+    ([4, 2], [4, 4])
+    >>> split_counts(torch.zeros(4), torch.zeros(4), [5, -1], [2, 2], 2)
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: output_split_sizes must be whole numbers from 0 on, got [5, -1]
+    """
+    if output.dtype != input.dtype:
+        raise UsageError(f"output must have {dtype_of(input)} as input, got {dtype_of(output)}")
+    counts, widths = [], {}
+    for name, tensor, given in (("output", output, output_splits), ("input", input, input_splits)):
+        rows = tensor.shape[0] if tensor.dim() else 1
+        widths[name] = tensor.numel() // rows if rows else None
+        splits = _whole_numbers(given or (), name)
+        if not splits:
+            if rows % size:
+                raise UsageError(
+                    f"{name} must have a multiple of {size} rows for {size} ranks, got {rows}; "
+                    f"pass {name}_split_sizes, or pad it to {rows + -rows % size}"
+                )
+            splits = [rows // size] * size
+        if len(splits) != size:
+            raise UsageError(f"{name}_split_sizes must be {size} numbers for {size} ranks, got {len(splits)}")
+        if sum(splits) != rows:
+            raise UsageError(
+                f"{name}_split_sizes must add up to the {rows} rows of {name}, got {splits}, which is {sum(splits)}"
+            )
+        counts.append([one * (widths[name] or 0) for one in splits])
+    if None not in widths.values() and widths["output"] != widths["input"]:
+        raise UsageError(
+            f"a row of output must have {widths['input']} elements as one of input, got {widths['output']}"
+        )
+    if not output_splits and not input_splits and output.numel() != input.numel():
+        raise UsageError(
+            f"output must have {input.numel()} elements as input, got {output.numel()}; pass split sizes"
+        )
+    return counts[0], counts[1]
+
+
+def _whole_numbers(splits: Sequence[int], name: str) -> list[int]:
+    try:
+        found = [index(one) for one in splits]
+    except TypeError:
+        found = [-1]
+    if min(found, default=0) < 0:
+        raise UsageError(f"{name}_split_sizes must be whole numbers from 0 on, got {list(splits)}")
+    return found
+
+
+def splits_text(received: Sequence[int], sent: Sequence[int]) -> str:
+    """Return what a rank tells the others of an uneven all-to-all, for `check_splits`."""
+    return json.dumps([list(received), list(sent)])
+
+
+def check_splits(texts: Sequence[str]) -> None:
+    """Raise where a rank sends another number of elements than the receiver expects; the same on all ranks.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        `splits_text` of every rank, in their order.
+
+    Raises
+    ------
+    UsageError
+
+    Examples
+    --------
+    >>> check_splits([splits_text([1, 3], [1, 2]), splits_text([1, 0], [3, 0])])
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: rank 0 sends 2 elements to rank 1, which expects 1 in its output_split_sizes
+    """
+    tables = [json.loads(text) for text in texts]
+    for rank, (_, sent) in enumerate(tables):
+        for peer, (received, _) in enumerate(tables):
+            if sent[peer] != received[rank]:
+                raise UsageError(
+                    f"rank {rank} sends {sent[peer]} elements to rank {peer}, which expects {received[rank]} in its "
+                    "output_split_sizes"
+                )
+
+
+def _last(tensor: torch.Tensor) -> int:
+    """How far the last element of a tensor with elements is from its first, in elements."""
+    return sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor with elements are at one place."""
+    reached = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= reached:
+            return stride == 0 or len(np.unique(_places(tensor))) < tensor.numel()
+        reached += (length - 1) * stride
+    return False
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one type have an element at one place; their ranges overlap."""
+    apart = other.data_ptr() - one.data_ptr()
+    if (one.is_contiguous() and other.is_contiguous()) or apart % one.element_size():
+        return True
+    shifted = _places(other) + apart // one.element_size()
+    return bool(np.isin(_places(one), shifted).any())
+
+
+def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """How far each element is from the first."""
+    found = np.zeros(1, np.int64)
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = np.add.outer(found, np.arange(length, dtype=np.int64) * stride).ravel()
+    return found

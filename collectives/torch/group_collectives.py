@@ -1,0 +1,663 @@
+"""The collectives of the process group "topoplan": by a plan, or by gloo and NCCL beneath.
+
+Every collective checks its arguments first, and all ranks refuse wrong ones. What runs by plan, and what gloo runs for
+tensors on the CPU, runs in one order and only once all ranks agree on it, so a call that has a plan on some ranks only
+is an error on all of them. NCCL is called at once, in the caller's thread, and nothing is agreed on.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from collectives.arrays.torch_arrays import DTYPES
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
+from collectives.reduction import reduction
+from collectives.torch.futures import JointWork, PlannedWork, future_of
+from collectives.torch.group_arguments import (
+    bytes_of,
+    check_alike,
+    check_blocks,
+    check_length,
+    check_results,
+    check_single,
+    check_splits,
+    dtype_of,
+    joined,
+    line_of,
+    parts_of,
+    put,
+    split_counts,
+    splits_text,
+)
+from topoplan.errors import UsageError
+
+Result = TypeVar("Result")
+
+OPERATIONS = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+)
+"""What plans reduce by."""
+
+
+class GroupCollectives(dist.ProcessGroup):
+    """See `collectives.torch.process_group.PlannedGroup`."""
+
+    inner: dist.ProcessGroup
+    served: str
+    communicator: Communicator | None
+    _block: list[dist.Work] | None
+    """Works of a block that ends in one work; None outside of one."""
+    _left: list[Handle[Any]]
+    """What somebody has given up to wait for."""
+
+    @abstractmethod
+    def _planned(self) -> bool:
+        """Whether there is a plan; found out by all ranks together in the first collective."""
+
+    def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce a tensor over all ranks, in place."""
+        if not isinstance(tensors, list):
+            return self.inner.allreduce(tensors, *_given(opts), *others)
+        self._refusing(lambda: check_results(tensors, "tensor"))
+        if len(tensors) == 1 and self._reduces(tensors, opts):
+            return self._reduced(tensors, opts)
+        return self._in_place("allreduce", tensors, opts, op=_op_name(opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce several tensors over all ranks, in place and as one."""
+        if not isinstance(tensors, list):
+            return self.inner.allreduce_coalesced(tensors, *_given(opts), *others)
+        self._refusing(lambda: check_results(tensors, "tensor"))
+        if self._reduces(tensors, opts):
+            return self._reduced(tensors, opts)
+        return self._in_place("allreduce_coalesced", tensors, opts, op=_op_name(opts))
+
+    def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce a tensor over all ranks, in place at the root."""
+        if not isinstance(tensors, list) or opts is None:
+            return self.inner.reduce(tensors, *_given(opts), *others)
+        root = int(opts.rootRank)
+
+        def check() -> None:
+            check_single(tensors, "tensors")
+            if root == self.rank():
+                check_results(tensors, "tensor")
+
+        self._refusing(check)
+        return self._in_place(
+            "reduce", tensors, opts, op=_op_name(opts), root=root, written=root == self.rank()
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the root's tensor to all ranks."""
+        if not isinstance(tensors, list) or opts is None:
+            return self.inner.broadcast(tensors, *_given(opts), *others)
+        root = int(opts.rootRank)
+
+        def check() -> None:
+            check_single(tensors, "tensors")
+            if root != self.rank():
+                check_results(tensors, "tensor")
+
+        self._refusing(check)
+        written = root != self.rank()
+        if not self._carries(tensors, None):
+            return self._in_place("broadcast", tensors, opts, root=root, moved=True, written=written)
+        (tensor,) = tensors
+        flat = line_of(tensor)
+        return self._started(
+            lambda comm: comm.broadcast(flat, root=root, out=flat, async_op=True),
+            flat,
+            lambda: put([tensor] if written else [], [flat]),
+            tensors,
+            opts,
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the tensors of all ranks to all ranks."""
+        if not isinstance(inputs, list):
+            return self.inner.allgather(outputs, inputs, *_given(opts), *others)
+
+        def check() -> None:
+            check_single(inputs, "tensors")
+            check_single(outputs, "output lists")
+            check_length(outputs[0], self.size(), "output tensors")
+            check_alike(outputs[0], inputs[0], "output tensor", "the input")
+            check_results(outputs[0], "output tensor")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
+        flat, lines = _lines(inputs[0]), [_lines(one) for one in outputs[0]]
+        return self._beneath(
+            lambda: self.inner.allgather([lines], [flat], *_given(opts)),
+            inputs,
+            outputs,
+            opts,
+            lambda: put(outputs[0], _as_types(lines, outputs[0])),
+            collective="allgather",
+            count=self.size() * inputs[0].numel(),
+        )
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy several tensors of all ranks to all ranks, as one; outputs are a list for each rank."""
+
+        def check() -> None:
+            check_length(outputs, self.size(), "output lists")
+            for row in outputs:
+                check_length(row, len(inputs), "tensors of an output list")
+                for one, like in zip(row, inputs, strict=True):
+                    check_alike([one], like, "output tensor", "the input")
+            check_results([one for row in outputs for one in row], "output tensor")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            return self._gathered(outputs, inputs, outputs, opts)
+        flats, rows = [_lines(one) for one in inputs], [[_lines(one) for one in row] for row in outputs]
+
+        def finish() -> None:
+            for one, row in zip(outputs, rows, strict=True):
+                put(one, _as_types(row, one))
+
+        return self._beneath(
+            lambda: self.inner.allgather_coalesced(rows, flats, *_given(opts), *others),
+            inputs,
+            outputs,
+            opts,
+            finish,
+            collective="allgather",
+            count=self.size() * sum(one.numel() for one in inputs),
+        )
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Put the tensors of all ranks into one."""
+
+        def check() -> None:
+            check_blocks(output, input, self.size(), "output", "input")
+            check_results([output], "output")
+
+        self._refusing(check)
+        carried = self._carries([input], None)
+        flat, whole = (line_of(input), line_of(output)) if carried else (_lines(input), _lines(output))
+        if not carried:
+            return self._beneath(
+                lambda: self.inner._allgather_base(whole, flat, *_given(opts)),
+                [input],
+                [output],
+                opts,
+                lambda: put([output], _as_types([whole], [output])),
+                collective="allgather",
+                count=output.numel(),
+            )
+        return self._started(
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True),
+            flat,
+            lambda: put([output], [whole]),
+            [output],
+            opts,
+        )
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Put several tensors of all ranks into one each, exchanged as one."""
+
+        def check() -> None:
+            check_length(outputs, len(inputs), "outputs", of="inputs")
+            for one, other in zip(outputs, inputs, strict=True):
+                check_blocks(one, other, self.size(), "output", "input")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        if self._carries(inputs, None):
+            lines = [line_of(one) for one in outputs]
+            rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
+            return self._gathered(rows, inputs, outputs, opts, then=lambda: put(outputs, lines))
+        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return JointWork([work for work in works if work is not None])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce one tensor for each rank over all ranks; each rank gets its own."""
+        if not isinstance(outputs, list):
+            return self.inner.reduce_scatter(outputs, inputs, *_given(opts), *others)
+
+        def check() -> None:
+            check_single(outputs, "outputs")
+            check_single(inputs, "input lists")
+            check_length(inputs[0], self.size(), "input tensors")
+            check_alike(inputs[0], outputs[0], "input tensor", "the output")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        whole = joined(inputs[0])
+        if self._reduces([*inputs[0], *outputs], opts):
+            return self._scattered(outputs, whole, opts)
+        return self._scattered_beneath(outputs[0], whole, opts)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Reduce a tensor over all ranks; each rank gets its block."""
+
+        def check() -> None:
+            check_blocks(input, output, self.size(), "input", "output")
+            check_results([output], "output")
+
+        self._refusing(check)
+        if self._reduces([input, output], opts):
+            return self._scattered([output], line_of(input), opts)
+        return self._scattered_beneath(output, line_of(input), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce several tensors over all ranks, as one; each rank gets its block of each."""
+
+        def check() -> None:
+            check_length(outputs, len(inputs), "outputs", of="inputs")
+            for one, other in zip(outputs, inputs, strict=True):
+                check_blocks(other, one, self.size(), "input", "output")
+            check_results(outputs, "output")
+
+        self._refusing(check)
+        if self._reduces([*inputs, *outputs], opts):
+            blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
+            return self._scattered(outputs, joined([part for row in blocks for part in row]), opts)
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return JointWork([work for work in works if work is not None])
+
+    def alltoall_base(
+        self,
+        output: Any,
+        input: Any,  # noqa: A002
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
+        opts: Any = None,
+    ) -> Any:
+        """Send every rank its block of a tensor; by plan where no sizes of blocks are given, so that all are equal."""
+
+        def check() -> tuple[list[int], list[int]]:
+            check_results([output], "output")
+            return split_counts(output, input, output_split_sizes, input_split_sizes, self.size())
+
+        received, sent = self._refusing(check)
+        if output_split_sizes or input_split_sizes or not self._carries([input], None):
+            given = bool(output_split_sizes or input_split_sizes)
+            return self._uneven(output, input, received, sent, opts, [output], op="split" if given else None)
+        flat, whole = line_of(input), line_of(output)
+        return self._started(
+            lambda comm: comm.all_to_all(flat, out=whole, async_op=True),
+            flat,
+            lambda: put([output], [whole]),
+            [output],
+            opts,
+        )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Send every rank a tensor, and get one of each; they may have any lengths."""
+
+        def check() -> None:
+            check_length(outputs, self.size(), "output tensors")
+            check_length(inputs, self.size(), "input tensors")
+            for name, listed in (("output", outputs), ("input", inputs)):
+                for number, one in enumerate(listed):
+                    if one.dtype != inputs[0].dtype:
+                        raise UsageError(
+                            f"{name} tensor {number} must have {dtype_of(inputs[0])} as input tensor 0, got "
+                            f"{dtype_of(one)}"
+                        )
+            check_results(outputs, "output tensor")
+
+        self._refusing(check)
+        whole, flat = torch.cat([line_of(one) for one in outputs]), joined(inputs)
+        counts = [[one.numel() for one in listed] for listed in (outputs, inputs)]
+        return self._uneven(
+            whole,
+            flat,
+            counts[0],
+            counts[1],
+            opts,
+            outputs,
+            then=lambda: put(outputs, parts_of(whole, outputs)),
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the tensors of all ranks to the root."""
+        if not isinstance(inputs, list) or opts is None:
+            return self.inner.gather(outputs, inputs, *_given(opts), *others)
+        root, (listed,) = int(opts.rootRank), outputs or [[]]
+
+        def check() -> None:
+            check_single(inputs, "tensors")
+            if root == self.rank():
+                check_length(listed, self.size(), "output tensors")
+                check_alike(listed, inputs[0], "output tensor", "the input")
+                check_results(listed, "output tensor")
+
+        self._refusing(check)
+        flat, lines = _lines(inputs[0]), [_lines(one) for one in listed]
+        return self._beneath(
+            lambda: self.inner.gather([lines] if lines else [], [flat], opts),
+            inputs,
+            outputs,
+            opts,
+            lambda: put(listed, _as_types(lines, listed)),
+            collective="gather",
+            count=inputs[0].numel(),
+            root=root,
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy to every rank one of the tensors that the root has."""
+        if not isinstance(outputs, list) or opts is None:
+            return self.inner.scatter(outputs, inputs, *_given(opts), *others)
+        root, (listed,) = int(opts.rootRank), inputs or [[]]
+
+        def check() -> None:
+            check_single(outputs, "outputs")
+            check_results(outputs, "output")
+            if root == self.rank():
+                check_length(listed, self.size(), "input tensors")
+                check_alike(listed, outputs[0], "input tensor", "the output")
+
+        self._refusing(check)
+        flat, lines = _lines(outputs[0]), [_lines(one) for one in listed]
+        return self._beneath(
+            lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
+            outputs,
+            outputs,
+            opts,
+            lambda: put(outputs, _as_types([flat], outputs)),
+            collective="scatter",
+            count=outputs[0].numel(),
+            root=root,
+        )
+
+    def barrier(self, opts: Any = None, *others: Any) -> Any:
+        """Wait until all ranks have come."""
+        self._planned()
+        return self._beneath(
+            lambda: self.inner.barrier(*_given(opts), *others), [], [], opts, collective="barrier"
+        )
+
+    def send(self, tensors: Any, *where: Any) -> Any:
+        """Send a tensor to a rank."""
+        lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
+        return self._one_way(self.inner.send(lines, *where), lines, None)
+
+    def recv(self, tensors: Any, *where: Any) -> Any:
+        """Receive a tensor from a rank."""
+        return self._received(self.inner.recv, tensors, *where)
+
+    def recv_anysource(self, tensors: Any, *where: Any) -> Any:
+        """Receive a tensor from whichever rank sends one first."""
+        return self._received(self.inner.recv_anysource, tensors, *where)
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        op, factor = _operation(opts)
+        flat = _times(joined(tensors), factor)
+        return self._started(
+            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
+            flat,
+            lambda: put(tensors, parts_of(flat, tensors)),
+            tensors,
+            opts,
+        )
+
+    def _gathered(
+        self,
+        rows: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        told: list[Any],
+        opts: Any,
+        *,
+        then: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Gather tensors of every rank into a row of tensors for each."""
+        flat = joined(inputs)
+        whole = flat.new_empty(self.size() * flat.numel())
+
+        def finish() -> None:
+            for row, line in zip(rows, self._blocks(whole), strict=True):
+                put(row, parts_of(line, row))
+            then()
+
+        return self._started(
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, told, opts
+        )
+
+    def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
+        op, factor = _operation(opts)
+        given, flat = _times(whole, factor), joined(outputs)
+        return self._started(
+            lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
+            given,
+            lambda: put(outputs, parts_of(flat, outputs)),
+            outputs,
+            opts,
+        )
+
+    def _scattered_beneath(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
+        flat = line_of(output)
+        return self._beneath(
+            lambda: self.inner._reduce_scatter_base(flat, whole, *_given(opts)),
+            [whole],
+            [output],
+            opts,
+            lambda: put([output], [flat]),
+            collective="reduce_scatter",
+            op=_op_name(opts),
+            count=whole.numel(),
+        )
+
+    def _uneven(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        received: list[int],
+        sent: list[int],
+        opts: Any,
+        told: list[Any],
+        *,
+        op: str | None = "split",
+        then: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """An all-to-all of so many elements from and to each rank, by the group beneath, in bytes."""
+        flat, whole, itemsize = _lines(input), _lines(output), input.element_size()
+        itemsize = itemsize if flat.dtype == torch.uint8 else 1
+        counts = [[itemsize * one for one in listed] for listed in (received, sent)]
+
+        def run() -> Any:
+            if self.communicator is not None and input.device.type == "cpu":
+                check_splits(self.communicator.gather_beside(splits_text(received, sent)))
+            return self.inner.alltoall_base(whole, flat, *counts, *_given(opts))
+
+        def finish() -> None:
+            put([output], _as_types([whole], [output]))
+            then()
+
+        return self._beneath(run, [input], told, opts, finish, collective="alltoall", op=op)
+
+    def _in_place(
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        opts: Any,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        moved: bool = False,
+        written: bool = True,
+    ) -> Any:
+        """A collective of the group beneath on tensors that are input and result, as lines."""
+        dense = all(one.layout == torch.strided for one in tensors)
+        lines = [(_lines(one) if moved else line_of(one)) if dense else one for one in tensors]
+        return self._beneath(
+            lambda: getattr(self.inner, name)(lines, *_given(opts)),
+            tensors,
+            tensors,
+            opts,
+            lambda: put(*((tensors, _as_types(lines, tensors)) if dense and written else ([], []))),
+            collective=name.removesuffix("_coalesced"),
+            op=op,
+            root=root,
+            count=sum(one.numel() for one in tensors),
+        )
+
+    def _beneath(
+        self,
+        call: Callable[[], Any],
+        inputs: Sequence[torch.Tensor],
+        told: list[Any],
+        opts: Any,
+        finish: Callable[[], None] = lambda: None,
+        **agreed: Any,
+    ) -> Any:
+        """Run a collective by the group beneath: on the CPU in the order of those by plan, once all ranks agree on it.
+
+        Parameters
+        ----------
+        call : callable
+            Starts it; returns the work of the group beneath.
+        inputs : sequence of tensors
+        told : list
+            What the work gives.
+        opts : options of the collective
+        finish : callable
+            Puts the results where the caller wants them.
+        **agreed
+            What all ranks must mean alike (`Communicator.beside`).
+        """
+        comm = self.communicator
+        if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
+            return self._noted(JointWork([call()], finish), opts)
+        types = dtype_of(inputs[0]) if inputs else ""
+        handle = comm.beside(lambda: call().wait(), dtype=types, **agreed)
+        device = torch.device("cpu")
+        future = future_of(handle, told, device=device, arrays=comm.arrays, finish=finish)
+        return self._noted(PlannedWork(handle, future, told, self._left.append), opts)
+
+    def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
+        """Receive into tensors, however their elements lie."""
+        check_results(tensors, "tensor")
+        lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
+        return self._one_way(receive(lines, *where), lines, tensors)
+
+    def _one_way(self, work: Any, lines: list[torch.Tensor], tensors: list[torch.Tensor] | None) -> Any:
+        if tensors is not None and any(one is not line for one, line in zip(tensors, lines, strict=True)):
+            work = JointWork([work], lambda: put(tensors, lines))
+        elif tensors is None:
+            work = JointWork([work], lines.clear)  # which must stay until then
+        if self._block is not None and lines[0].device.type == "cpu":
+            self._block.append(work)
+        return work
+
+    def _blocks(self, line: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A line in a part for each rank."""
+        return line.view(self.size(), -1).unbind() if line.numel() else [line] * self.size()
+
+    def _started(
+        self,
+        start: Callable[[Communicator], Handle[Any]],
+        given: torch.Tensor,
+        finish: Callable[[], None],
+        tensors: list[Any],
+        opts: Any,
+    ) -> Any:
+        assert self.communicator is not None, "`_carries` was asked before"
+        handle = start(self.communicator)
+        arrays = self.communicator.arrays
+        future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
+        return self._noted(PlannedWork(handle, future, tensors, self._left.append), opts)
+
+    def _noted(self, work: dist.Work, opts: Any) -> dist.Work | None:
+        """A work; in a block that ends in one work it is kept for that, and only given to who waits by himself."""
+        if self._block is None:
+            return work
+        self._block.append(work)
+        return work if getattr(opts, "asyncOp", False) else None
+
+    def _refusing(self, check: Callable[[], Result]) -> Result:
+        """What a check of arguments returns; where it raises, all ranks refuse the collective.
+
+        Raises
+        ------
+        UsageError
+        """
+        self._planned()
+        try:
+            return check()
+        except UsageError as error:
+            if self.communicator is not None:
+                self.communicator.refuse(str(error))
+            raise
+
+    def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
+        """Whether a plan can reduce tensors so."""
+        op, factor = _operation(opts)
+        if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
+            return False
+        return self._carries(tensors, op)
+
+    def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
+        """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+                return False
+            if op is not None:
+                try:
+                    reduction(op, _like(tensor))
+                except UsageError:
+                    return False
+        return len({tensor.dtype for tensor in tensors}) == 1 and self._planned()
+
+
+def _operation(opts: Any) -> tuple[str, Any]:
+    """The reduction of a collective, empty where plans have none, and what values are multiplied by before."""
+    if opts is None:
+        return "", None
+    if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
+        return "sum", opts.reduceOp.__getstate__()[1]
+    return next((name for op, name in OPERATIONS if opts.reduceOp == op), ""), None
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _op_name(opts: Any) -> str:
+    """The reduction of a collective, as ranks compare it."""
+    if opts is None:
+        return "sum"
+    return _operation(opts)[0] or str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2].lower()
+
+
+def _lines(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that is only moved: on the CPU as bytes, since gloo does not know all types."""
+    line = line_of(tensor)
+    return bytes_of(line) if line.device.type == "cpu" else line
+
+
+def _as_types(lines: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Lines, perhaps of bytes, with the types of tensors."""
+    return [line.view(one.dtype) for line, one in zip(lines, tensors, strict=False)]
+
+
+def _times(line: torch.Tensor, factor: Any) -> torch.Tensor:
+    return line if factor is None else line * factor
+
+
+def _like(tensor: torch.Tensor) -> Any:
+    """numpy's type with which the reductions of a tensor are told."""
+    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
