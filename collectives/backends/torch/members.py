@@ -300,7 +300,7 @@ def _met(members: Members, make: Callable[[str], Met], *closes: Callable[[], Non
     try:
         if members.rank == 0:
             with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
-                place = Rendezvous(f"{_own_address()}:0", members.size, host=0).start()
+                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, told=True).start()
                 told = place.address
         address = members.gather(told)[0]
         faults = ["rank 0 has no address at which the others can meet it"]
