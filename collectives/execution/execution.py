@@ -43,7 +43,7 @@ from collectives.lowering.traffic import Traffic
 from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
-from collectives.peers.signature import Signature
+from collectives.peers.signature import Signature, shape_text
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.model import simulate
@@ -290,6 +290,7 @@ class Execution(Generic[Array]):
             dtype=kind.dtype,
             count=kind.count,
             chunk=table.chunk_elements,
+            shape=shape_text(kind.input_shape),
         )
         if self.chunks.settled(key.digest, kind.nbytes):
             _keep(self._lowered, kind, (key, table, signature))
@@ -305,7 +306,7 @@ class Execution(Generic[Array]):
         first = request.inputs[0]
         lines = [library.line(one) for one in request.inputs]
         totals = [library.empty((kind.count,), first) for _ in lines]
-        told = kind.op if request.about is None else f"{kind.op} {request.about}"
+        told = f"{kind.op} of {shape_text(kind.input_shape) if request.about is None else request.about}"
         self._exchanges[key.digest].run(
             lines,
             totals,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from hashlib import sha256
 from operator import attrgetter
 
 from topoplan.errors import BackendError
@@ -38,6 +39,8 @@ class Signature:
         Elements of the buffer, the full gathered one for allgather and reduce_scatter.
     chunk : int
         Elements of the longest chunk.
+    shape : str
+        Of every rank's input, as `shape_text` writes it.
     refusal : str
         Why this rank will not take part; empty if it will.
 
@@ -57,6 +60,7 @@ class Signature:
     dtype: str
     count: int
     chunk: int
+    shape: str = ""
     refusal: str = ""
 
     def of_call(self, call: int) -> Signature:
@@ -119,6 +123,18 @@ class Signature:
             f"the peer runs another collective: {', '.join(differing)}; "
             "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype"
         )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape in the few letters that all ranks compare; of a long one its beginning and a digest.
+
+    Examples
+    --------
+    >>> shape_text((3, 4)), shape_text(()), len(shape_text((1,) * 64))
+    ('3x4', 'scalar', 45)
+    """
+    text = "x".join(map(str, shape)) or "scalar"
+    return text if len(text) <= 45 else f"{text[:36]} {sha256(text.encode()).hexdigest()[:8]}"
 
 
 _NAMES = tuple(field.name for field in fields(Signature))

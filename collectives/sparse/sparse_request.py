@@ -12,6 +12,7 @@ import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.execution.request import check_inputs, check_outputs
+from collectives.peers.signature import shape_text
 from collectives.sparse.entry_messages import message_bytes
 from collectives.sparse.explanation import entries_of
 from topoplan.errors import UsageError
@@ -74,7 +75,7 @@ class SparseRequest:
 
     def about(self, exchange: str) -> str:
         """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
-        told = f"sparse {self.op} of {self.size} {self.dtype}, {float(self.density)} by {exchange}"
+        told = f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
         if self.wire is not None:
             told += f", {self.wire.values} {self.wire.indices}"
         return told + (f", key {_in_short(self.key)}" if self.key else "")
