@@ -144,19 +144,13 @@ class JobIdentity:
     @staticmethod
     def of_message(fields: Mapping[str, Any]) -> JobIdentity:
         """Return what a message carries (`dataclasses.asdict`); ValueError, TypeError or KeyError for other fields."""
-        pairs = {
-            key: tuple((str(source), str(value)) for source, value in fields[key])
-            for key in ("whole", "batch")
-        }
-        launchers = tuple((int(pid), int(born)) for pid, born in fields["launchers"])
-        texts = {key: str(fields[key]) for key in ("name", "host", "agent", "command")}
-        return JobIdentity(
-            **texts,
-            **pairs,
-            launchers=launchers,
-            orphan=bool(fields["orphan"]),
-            session=int(fields["session"]),
+        whole, batch = (
+            tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
         )
+        name, host, agent, command = (str(fields[key]) for key in ("name", "host", "agent", "command"))
+        launchers = tuple((int(pid), int(born)) for pid, born in fields["launchers"])
+        orphan, session = bool(fields["orphan"]), int(fields["session"])
+        return JobIdentity(name, whole, batch, host, agent, launchers, command, orphan, session)
 
     def differs(self, other: JobIdentity) -> bool:
         """Return whether two processes are known to belong to different jobs.
@@ -194,7 +188,7 @@ class JobIdentity:
             known.append(f"launched by process {self.launchers[-1][0]} ({self.command})")
         elif self.launchers:
             known.append(f"session {self.session}, whose launcher has ended")
-        return f"the job of {', '.join(known)}" if known else "a job without an identity"
+        return f"the job ({', '.join(known)})" if known else "a job without an identity"
 
 
 def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobIdentity:

@@ -75,7 +75,9 @@ class SparseRequest:
 
     def about(self, exchange: str) -> str:
         """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
-        told = f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
+        told = (
+            f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
+        )
         if self.wire is not None:
             told += f", {self.wire.values} {self.wire.indices}"
         return told + (f", key {_in_short(self.key)}" if self.key else "")
