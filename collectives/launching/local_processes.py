@@ -171,8 +171,9 @@ def local_ranks(
         ranks.start(*range(processes))
         rendezvous.start()
         yield ranks
-    except KeyboardInterrupt:
-        ranks.interrupt()
+    except KeyboardInterrupt as error:
+        if not error.args:  # else it stands for a signal that asks to end soon
+            ranks.interrupt()
         raise
     finally:
         ranks.end()

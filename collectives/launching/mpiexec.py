@@ -124,13 +124,10 @@ def run_mpi(command: Sequence[str], processes: int, *, grace: float = 5.0) -> in
     launcher = start_mpiexec(whole)
     try:
         status = launcher.wait()
-    except BaseException:
-        # the launcher passes it on to its processes, and ends them if that does not help
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            launcher.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(grace)
-                break
+    except BaseException as error:
+        soon = isinstance(error, KeyboardInterrupt) and error.args  # it stands for a signal that asks to end
+        first = () if soon else (signal.SIGINT,)
+        end_mpiexec(launcher, (*first, signal.SIGTERM, signal.SIGKILL), grace=grace)
         raise
     return 128 - status if status < 0 else status
 
@@ -152,3 +149,14 @@ def start_mpiexec(command: Sequence[str], output: IO[bytes] | None = None) -> su
         start_new_session=True,
         preexec_fn=die_with_parent(signal.SIGTERM),
     )
+
+
+def end_mpiexec(
+    launcher: subprocess.Popen[bytes], numbers: Sequence[signal.Signals], *, grace: float
+) -> None:
+    """End a launcher by the first signal that helps within so many seconds; all but SIGKILL end its processes too."""
+    for number in numbers:
+        launcher.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(grace)
+            return

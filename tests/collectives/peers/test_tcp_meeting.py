@@ -543,6 +543,36 @@ def test_a_rendezvous_where_nobody_can_listen_is_refused(tmp_path: Path) -> None
         Rendezvous("192.0.2.1:0", 2)
 
 
+def regular_file(path: Path) -> None:
+    path.write_text("weights")
+
+
+def link_to_a_file(path: Path) -> None:
+    path.with_name("weights").write_text("weights")
+    path.symlink_to(path.with_name("weights"))
+
+
+@pytest.mark.parametrize("make", [regular_file, link_to_a_file, Path.mkdir, os.mkfifo])
+def test_a_path_that_is_not_a_stale_socket_stays_as_it_is(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "here"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(UsageError, match=r"cannot listen at the rendezvous unix:.*it is not a socket"):
+        Rendezvous(f"unix:{path}", 1)
+    assert os.path.samestat(before, os.lstat(path))
+    assert not path.is_file() or path.read_text() == "weights"
+
+
+def test_a_rendezvous_that_ends_leaves_a_path_that_is_no_longer_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "here"
+    with Rendezvous(f"unix:{path}", 1):
+        path.unlink()
+        regular_file(path)
+    assert path.read_text() == "weights"
+
+
 def test_calls_of_a_closed_back_end_are_errors() -> None:
     with Rendezvous("127.0.0.1:0", 1) as meeting:
         backend = TcpBackend(0, 1, rendezvous=meeting.address)
