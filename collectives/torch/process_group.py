@@ -294,8 +294,9 @@ class PlannedGroup(dist.ProcessGroup):
     def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> PlannedWork:
         op, factor = _operation(opts)
         flat = _times(_joined(tensors), factor)
+        shaped = flat.view(tensors[0].shape) if len(tensors) == 1 else flat  # ranks compare shapes
         return self._started(
-            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
+            lambda comm: comm.all_reduce(shaped, op=op, out=shaped, async_op=True),
             flat,
             lambda: _put(tensors, _parts(flat, tensors)),
             tensors,

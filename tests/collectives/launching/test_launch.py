@@ -15,7 +15,7 @@ import pytest
 
 from collectives.launching.local_processes import launch_local, local_ranks, reserved_port
 from tests.support.hand_plans import forest_plan
-from topoplan.cli.main import RANKS
+from topoplan.cli.main import RANKS, main
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -154,8 +154,9 @@ def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, t
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", ["tcp", "mpi"])
 def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
     backend: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -176,6 +177,28 @@ def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
     assert ran.wait(60) == 128 + number
     assert all_end(found)
     assert list(folder.iterdir()) == []
+
+
+def test_a_signal_that_asks_to_end_is_an_interrupt_inside_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So what it has started ends; a rank, which has started nothing, ends at once."""
+
+    def end(given: list[str]) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("topoplan.cli.main._run", lambda given, name, others: end(given))
+    assert main(["list"]) == 128 + signal.SIGTERM
+    assert "terminated" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(
+        "topoplan.cli.main._run", lambda *given: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+    )
+    assert main(["list"]) == 0
 
 
 def started_in(folder: Path) -> list[int]:
