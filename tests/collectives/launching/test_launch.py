@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -190,14 +191,14 @@ def test_a_signal_that_asks_to_end_is_an_interrupt_inside_a_command(
 
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("topoplan.cli.main._run", lambda given, name, others: end(given))
+    commands = import_module("topoplan.cli.main")
+    monkeypatch.setattr(commands, "_run", lambda given, name, others: end(given))
     assert main(["list"]) == 128 + signal.SIGTERM
     assert "terminated" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(
-        "topoplan.cli.main._run", lambda *given: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
-    )
+    left = signal.SIG_DFL
+    monkeypatch.setattr(commands, "_run", lambda *given: int(signal.getsignal(signal.SIGTERM) is not left))
     assert main(["list"]) == 0
 
 
