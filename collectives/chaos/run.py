@@ -38,7 +38,7 @@ from collectives.chaos.faults import (
 )
 from collectives.chaos.rank import START_SECONDS, About, live, warm_up
 from collectives.launching.local_processes import die_with_parent
-from collectives.launching.mpiexec import mpiexec_command
+from collectives.launching.mpiexec import end_mpiexec, mpiexec_command, start_mpiexec
 from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
@@ -63,6 +63,10 @@ MOST = 50
 
 KEPT = 64
 """Rounds of which is kept what the ranks said."""
+
+
+LAUNCHER_SECONDS = 5.0
+"""Time for mpiexec to end its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,13 +302,7 @@ class _Job:
         if self._settings.backend == "mpi":
             program = [sys.executable, "-m", "collectives.chaos.rank", self._address]
             with open(f"{self._folder}/launcher", "wb") as noise:
-                self._launcher = subprocess.Popen(
-                    mpiexec_command(self._settings.ranks, program),
-                    stdin=subprocess.DEVNULL,
-                    stdout=noise,
-                    stderr=noise,
-                    start_new_session=True,
-                )
+                self._launcher = start_mpiexec(mpiexec_command(self._settings.ranks, program), noise)
         else:
             for rank in self._there:
                 self._fork(lambda rank=rank: live(self._address, rank))  # type: ignore[misc]
@@ -384,8 +382,7 @@ class _Job:
             if one.connection is not None:
                 one.connection.close()
         if self._launcher is not None:
-            if self._launcher.poll() is None:
-                self._launcher.kill()
+            end_mpiexec(self._launcher, (signal.SIGTERM, signal.SIGKILL), grace=LAUNCHER_SECONDS)
             self._launcher.wait()
         for pid in self._children:
             _signal(pid, signal.SIGKILL)
@@ -405,7 +402,7 @@ class _Job:
         try:
             if tie is not None:
                 tie()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             self._selector.close()
             for one in (self._listener, *(rank.connection for rank in self._ranks.values())):

@@ -45,7 +45,7 @@ from collectives.lowering.traffic import Traffic
 from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
-from collectives.peers.signature import Signature
+from collectives.peers.signature import Signature, shape_text
 from topoplan.errors import BackendError, RefusedError
 from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.model import simulate
@@ -297,6 +297,7 @@ class Execution(Generic[Array]):
             dtype=kind.dtype,
             count=kind.count,
             chunk=table.chunk_elements,
+            shape=shape_text(kind.input_shape),
         )
         if self.chunks.settled(key.digest, kind.nbytes):
             _keep(self._lowered, kind, (key, table, signature))
@@ -314,7 +315,7 @@ class Execution(Generic[Array]):
         if divides_first(kind):
             lines = [self._divided(line, rank) for rank, line in zip(self.backend.ranks, lines, strict=True)]
         totals = [library.empty((kind.count,), first) for _ in lines]
-        told = kind.op if request.about is None else f"{kind.op} {request.about}"
+        told = f"{kind.op} of {shape_text(kind.input_shape) if request.about is None else request.about}"
         self._exchanges[key.digest].run(
             lines,
             totals,

@@ -58,6 +58,8 @@ class Kind:
         Elements of the buffer.
     size : int
         Number of ranks.
+    input_shape : tuple of int
+        Of every rank's array.
     """
 
     collective: str
@@ -71,6 +73,7 @@ class Kind:
     shape: tuple[int, ...]
     count: int
     size: int
+    input_shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +174,7 @@ def _kind(
         result_block(collective, root, rank, size, count) if rank in holders else (0, 0) for rank in ranks
     )
     given = tuple(given_block(collective, rank, size, count) for rank in ranks)
-    return Kind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count, size)
+    return Kind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count, size, whole)
 
 
 def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

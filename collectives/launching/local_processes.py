@@ -171,8 +171,9 @@ def local_ranks(
         ranks.start(*range(processes))
         rendezvous.start()
         yield ranks
-    except KeyboardInterrupt:
-        ranks.interrupt()
+    except KeyboardInterrupt as error:
+        if not error.args:  # else it stands for a signal that asks to end soon
+            ranks.interrupt()
         raise
     finally:
         ranks.end()
@@ -195,16 +196,16 @@ def _start(command: Sequence[str], environment: Mapping[str, str], *, piped: boo
         raise UsageError(f"cannot start {command[0]}: {error.strerror}; name a program") from error
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """What a new process does first of all: ask to be killed when this one ends; None where the system cannot."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """What a new process does first of all: ask for a signal when this one ends; None where the system cannot."""
     if sys.platform != "linux":
         return None
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl
-    kill, end = int(signal.SIGKILL), os._exit
+    told, end = int(number), os._exit
 
     def ask() -> None:
-        prctl(PARENT_DEATH_SIGNAL, kill)
+        prctl(PARENT_DEATH_SIGNAL, told)
         if os.getppid() != parent:
             end(1)
 

@@ -14,8 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from collectives.backends.mpi import mpiexec_wrapper
+from collectives.launching.local_processes import die_with_parent
 from topoplan.errors import UsageError
 
 OPEN_MPI = (
@@ -98,7 +100,7 @@ def run_mpi(command: Sequence[str], processes: int, *, grace: float = 5.0) -> in
     """Run a program as so many processes of this machine, and wait for them.
 
     Their output goes where this process's own goes; their standard input is empty. An interrupt from the keyboard
-    is passed on, and raised here when they have ended.
+    is passed on, and raised here when they have ended. Should this process be killed, the launcher ends them.
 
     Parameters
     ----------
@@ -119,15 +121,42 @@ def run_mpi(command: Sequence[str], processes: int, *, grace: float = 5.0) -> in
         As `mpiexec_command`.
     """
     whole = mpiexec_command(processes, command)
-    launcher = subprocess.Popen(whole, stdin=subprocess.DEVNULL, start_new_session=True)
+    launcher = start_mpiexec(whole)
     try:
         status = launcher.wait()
-    except BaseException:
-        # the launcher passes it on to its processes, and ends them if that does not help
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            launcher.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(grace)
-                break
+    except BaseException as error:
+        soon = isinstance(error, KeyboardInterrupt) and error.args  # it stands for a signal that asks to end
+        first = () if soon else (signal.SIGINT,)
+        end_mpiexec(launcher, (*first, signal.SIGTERM, signal.SIGKILL), grace=grace)
         raise
     return 128 - status if status < 0 else status
+
+
+def start_mpiexec(command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start what `mpiexec_command` returns, in a session of its own; Linux tells it to end when this process does.
+
+    Parameters
+    ----------
+    command : sequence of str
+    output : file, optional
+        Takes the output of all processes; by default it goes where this process's own goes.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+
+
+def end_mpiexec(
+    launcher: subprocess.Popen[bytes], numbers: Sequence[signal.Signals], *, grace: float
+) -> None:
+    """End a launcher by the first signal that helps within so many seconds; all but SIGKILL end its processes too."""
+    for number in numbers:
+        launcher.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(grace)
+            return

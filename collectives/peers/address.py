@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -86,12 +87,12 @@ def parse_address(text: str) -> Address:
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that listens there; a path that a dead process left behind is taken over.
+    """Return a socket that listens there; a socket's path that a dead process of this user left is taken over.
 
     Raises
     ------
     OSError
-        Somebody else listens there, or the address is not one of this machine.
+        Another process listens there, the path is something else, or the address is not one of this machine.
     """
     if not address.path:
         family = socket.AF_INET6 if ":" in _number(address.host) else socket.AF_INET
@@ -101,15 +102,28 @@ def listen(address: Address) -> socket.socket:
         try:
             listener.bind(address.path)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or _answers(address.path):
+            if error.errno != errno.EADDRINUSE:
                 raise
-            os.unlink(address.path)
+            _remove_stale(address.path)
             listener.bind(address.path)
         listener.listen(1024)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket's path at which nobody listens; OSError for a path that is anything else."""
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode):
+        raise FileExistsError(errno.EEXIST, "it is not a socket, and stays as it is")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it is a socket of user {found.st_uid}")
+    if _answers(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    if os.path.samestat(os.lstat(path), found):  # else another process has taken it over meanwhile
+        os.unlink(path)
 
 
 def connect(address: Address, deadline: float, *, look: Callable[[], None] | None = None) -> socket.socket:

@@ -33,7 +33,7 @@ def meeting_within(
     def told() -> str:
         if members[0] != rank:
             return ""
-        places.append(Rendezvous(f"{local}:0", len(members), host=0).start())
+        places.append(Rendezvous(f"{local}:0", len(members), host=0, told=True).start())
         return places[0].address
 
     try:

@@ -15,10 +15,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
+from collectives.peers.address import RETRY_SECONDS
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.peers import World, plain, waits_for_nothing
-from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.place_in_job import job_identity
+from collectives.peers.rendezvous import Rendezvous, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, Control, Watcher
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature, disagreement
@@ -265,22 +268,38 @@ class TcpWorld(World):
         hello: Callable[[str], Message],
         look: Callable[[], None] | None,
     ) -> None:
-        problem = ""
+        problem, until = "", time.monotonic() + timeout
+        job = job_identity(self.size + self.helpers)
+        made: list[Control] = []
         if self.rank == 0:
             try:
-                hosted = Rendezvous(rendezvous, self.size + self.helpers, host=0).start()
-            except UsageError as error:
-                problem = f"{error}; and "  # a launcher listens there, or nobody can
+                hosted = Rendezvous.shared(rendezvous, job)
+            except UsageError as error:  # a launcher listens there, or nobody can
+                problem = f"rank 0 cannot listen at {rendezvous} ({error.__cause__ or error}): "
             else:
-                self._undo.append(hosted.close)
-        try:
-            self.control = Control(
-                rendezvous, self.rank, self.size + self.helpers, timeout=timeout, look=look
-            )
-        except BackendError as error:
-            raise BackendError(f"{problem}{error}", rank=self.rank) from error
-        self._undo.append(self.control.close)
-        self.welcome = self.control.join({**hello(self.control.local), "helper": self.rank >= self.size})
+                self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
+        about: Message = {}
+        welcome: Message | None = None
+        while welcome is None:
+            try:
+                self.control = Control(
+                    rendezvous, self.rank, self.size + self.helpers, until=until, look=look
+                )
+                made.append(self.control)
+                self._undo.append(self.control.close)
+                about = about or {
+                    **hello(self.control.local),
+                    "helper": self.rank >= self.size,
+                    "process": process_mark(),
+                    "job": asdict(job),
+                }
+                welcome = self.control.join(about)
+            except BackendError as error:
+                raise BackendError(f"{problem}{plain(error)}", rank=self.rank, peer=error.peer) from error
+            if welcome is None:
+                self._undo.pop()()
+                time.sleep(RETRY_SECONDS)
+        self.welcome = welcome
         self.watcher = Watcher(f"rank {self.rank}")
         self._undo.append(self.watcher.close)
         self.control.listen(self.changed, lambda: self.waiting(), self.watcher)

@@ -1,17 +1,43 @@
-"""The place of a process in its job, as a launcher tells it in the environment.
+"""The place of a process in its job, as a launcher tells it in the environment, and the identity of that job.
 
 ``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``), or
 ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. Where torchrun's own store listens at that port
 (``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
+
+The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else what launchers
+and batch systems set, else, between ranks of one host, the process that launched them. It is not authentication.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from collectives.peers.address import Address
+from collectives.peers.address import Address, processes_seen
 from topoplan.errors import UsageError
+
+WHOLE_JOBS = (
+    ("Slurm step", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS"),
+    ("MPI job", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_SIZE"),
+)
+"""Launchers of ranks: their name, the variables of an identity, and the one that tells the number of processes.
+
+The identity counts where that number is the world size: a step or an MPI job may as well have started a shell, or one
+torchrun for each node."""
+
+BATCH_JOBS = (
+    ("Slurm job", ("SLURM_HET_JOB_ID", "SLURM_JOB_ID")),
+    ("PBS job", ("PBS_JOBID",)),
+    ("LSF job", ("LSB_JOBID",)),
+)
+"""Batch systems, and variables of which the first that is set is the identity. Ranks of different batch jobs are of
+different jobs; ranks of one batch job may be of several."""
+
+REAPERS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
+"""Names of processes that take over others whose parent has ended; they have launched none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +97,167 @@ def number_of(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{name} is {text!r}; set it to a whole number")
     return int(text)
+
+
+Process = tuple[int, int]
+"""A process id, and when the process began, in clock ticks since the start of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """What tells the job of a process from other jobs.
+
+    Parameters
+    ----------
+    name : str
+        ``TOPOPLAN_JOB``; decides alone. Empty where it is not set.
+    whole : tuple of (str, str)
+        Identities that all ranks of the job share and no rank of another one has, with the name of their source:
+        torchrun's run id, a Slurm step or an MPI job with as many processes as the job.
+    batch : tuple of (str, str)
+        Identities of batch jobs.
+    host : str
+        The same for processes that see each other by their ids.
+    agent : str
+        torchrun's group rank where it has several agents, each of which launches a part of the ranks.
+    launchers : tuple of Process
+        The process, then its ancestors that were started for this rank alone, as a wrapper is, then the one that
+        launched the rank; without init and its like.
+    command : str
+        Name of the launching process.
+    orphan : bool
+        Whether the launching process has ended.
+    session : int
+        The session id of the process.
+    """
+
+    name: str = ""
+    whole: tuple[tuple[str, str], ...] = ()
+    batch: tuple[tuple[str, str], ...] = ()
+    host: str = ""
+    agent: str = ""
+    launchers: tuple[Process, ...] = ()
+    command: str = ""
+    orphan: bool = False
+    session: int = 0
+
+    @staticmethod
+    def of_message(fields: Mapping[str, Any]) -> JobIdentity:
+        """Return what a message carries (`dataclasses.asdict`); ValueError, TypeError or KeyError for other fields."""
+        whole, batch = (
+            tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
+        )
+        name, host, agent, command = (str(fields[key]) for key in ("name", "host", "agent", "command"))
+        launchers = tuple((int(pid), int(born)) for pid, born in fields["launchers"])
+        orphan, session = bool(fields["orphan"]), int(fields["session"])
+        return JobIdentity(name, whole, batch, host, agent, launchers, command, orphan, session)
+
+    def differs(self, other: JobIdentity) -> bool:
+        """Return whether two processes are known to belong to different jobs.
+
+        Examples
+        --------
+        >>> mine = JobIdentity(host="h", launchers=((12, 700), (11, 650)))
+        >>> mine.differs(JobIdentity(host="h", launchers=((13, 701), (11, 650))))
+        False
+        >>> mine.differs(JobIdentity(host="h", launchers=((23, 801), (22, 750))))
+        True
+        >>> mine.differs(JobIdentity(host="another", launchers=((23, 801), (22, 750))))
+        False
+        """
+        if self.name or other.name:
+            return self.name != other.name
+        for mine, theirs in ((dict(self.batch), dict(other.batch)), (dict(self.whole), dict(other.whole))):
+            if any(mine[source] != theirs[source] for source in mine.keys() & theirs.keys()):
+                return True
+        if {source for source, _ in self.whole} & {source for source, _ in other.whole}:
+            return False
+        if not self.host or self.host != other.host or self.agent != other.agent:
+            return False
+        if set(self.launchers) & set(other.launchers):
+            return False
+        if self.orphan or other.orphan:
+            return self.session != other.session
+        return True
+
+    def __str__(self) -> str:
+        if self.name:
+            return f"job {self.name!r} (TOPOPLAN_JOB)"
+        known = [f"{source} {value}" for source, value in (*self.whole, *self.batch)]
+        if self.launchers and not self.orphan:
+            known.append(f"launched by process {self.launchers[-1][0]} ({self.command})")
+        elif self.launchers:
+            known.append(f"session {self.session}, whose launcher has ended")
+        return f"the job ({', '.join(known)})" if known else "a job without an identity"
+
+
+def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobIdentity:
+    """Return the identity of the job of this process.
+
+    Parameters
+    ----------
+    size : int
+        Number of processes of the job.
+    environment : mapping
+        Variables and values.
+
+    Examples
+    --------
+    >>> str(job_identity(2, {"TOPOPLAN_JOB": "nightly"}))
+    "job 'nightly' (TOPOPLAN_JOB)"
+    """
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    whole = [("torchrun's run id", run)] if run not in ("", "none") else []
+    for source, names, number in WHOLE_JOBS:
+        values = [environment.get(name, "") for name in names]
+        if all(values) and environment.get(number) == str(size):
+            whole.append((source, ".".join(values)))
+    batch = []
+    for source, names in BATCH_JOBS:
+        found = next((environment[name] for name in names if environment.get(name)), "")
+        if found:
+            batch.append((source, found))
+    agents = environment.get("GROUP_WORLD_SIZE", "1")
+    launchers, command, orphan = _launchers(environment.get("RANK", ""))
+    return JobIdentity(
+        environment.get("TOPOPLAN_JOB", ""),
+        tuple(whole),
+        tuple(batch),
+        processes_seen() if launchers else "",
+        environment.get("GROUP_RANK", "") if agents != "1" else "",
+        launchers,
+        command,
+        orphan,
+        os.getsid(0) if launchers else 0,
+    )
+
+
+def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:
+    """Return `JobIdentity.launchers`, the name of the last, and whether the launching process has ended; on Linux."""
+    found: list[Process] = []
+    pid = os.getpid()
+    while True:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        except OSError:  # no /proc, or it does not show processes of other users
+            return ((*found, (pid, 0)), "of another user", False) if found else ((), "", False)
+        fields, command = rest.split(), name.partition("(")[2]
+        parent, born = int(fields[1]), int(fields[19])
+        if found and command in REAPERS:
+            return tuple(found), "", True
+        found.append((pid, born))
+        if len(found) > 1 and not _started_as(pid, rank):
+            return tuple(found), command, False
+        if parent == 0:  # outside this container
+            return tuple(found), "", True
+        pid = parent
+
+
+def _started_as(pid: int, rank: str) -> bool:
+    """Return whether a process was started with this ``RANK`` in its environment."""
+    try:
+        return bool(rank) and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+            b"\0"
+        )
+    except OSError:
+        return False

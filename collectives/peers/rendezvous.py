@@ -3,12 +3,18 @@
 Rank 0 hosts it by itself. A launcher may host it instead: it listens on a port that the system chooses (or on a
 Unix path) before it starts the ranks and hands the address on, so no port can be taken away in between, and the
 ranks hear of a failure even when rank 0 is the one that failed.
+
+One address serves all communicators that the ranks of a job open there, one after another and beside each other: a
+process has one listener for each address, which rank 0 keeps as long as one of them is open, and a rank that comes once
+more takes part in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
+(`JobIdentity`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import selectors
 import socket
@@ -20,7 +26,8 @@ from types import TracebackType
 
 from collectives.peers.address import Address, ahead_of_data, listen, parse_address
 from collectives.peers.peer_watchdog import stands_still
-from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
+from collectives.peers.place_in_job import JobIdentity
+from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, is_hello, pack
 from topoplan.errors import UsageError
 
 STRANGER_SECONDS = 10.0
@@ -32,17 +39,62 @@ CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 LINGER_SECONDS = 1.0
 """Time for ranks to hear the last word before the connections are closed."""
 
+_LISTENING: dict[str, Rendezvous] = {}
+"""Those of this process by address."""
+
+_ONE = threading.Lock()
+"""Guards it."""
+
+
+def _forget() -> None:
+    """Forget the listeners of the parent, in a process that was forked off."""
+    global _ONE
+    _LISTENING.clear()
+    _ONE = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+_MARK = (0, "")
+
+
+def process_mark() -> str:
+    """Return a text that no other process has, and that a process keeps."""
+    global _MARK
+    if _MARK[0] != os.getpid():  # or this is a process that was forked off
+        _MARK = os.getpid(), secrets.token_hex(8)
+    return _MARK[1]
+
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """A connection: of a rank, or of a process that has not said yet who it is (rank -1)."""
+    """A connection: of a rank in an opening, or of a process that has not said yet who it is (rank -1)."""
 
     connection: socket.socket
     until: float
     rank: int = -1
+    opening: _Opening | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     out: bytearray = field(default_factory=bytearray)
     ending: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """A communicator that ranks open, or have opened."""
+
+    number: int
+    hub: Hub
+    visitors: dict[int, _Visitor] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    """Ranks that came after it had failed."""
+    end: float | None = None
+    """When the connections are closed at the latest."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def lacks(self, rank: int) -> bool:
+        """Return whether a rank has not come."""
+        return rank not in self.hub.hellos and rank not in self.told
 
 
 class Rendezvous:
@@ -52,10 +104,14 @@ class Rendezvous:
     ----------
     address : str
         ``host:port`` (port 0: the system chooses) or ``unix:/path``.
-    size : int
-        Number of ranks.
+    size : int, optional
+        Number of ranks; by default that of the first that comes.
     host : int, optional
         The rank whose process this is; leave it out in a launcher.
+    job : JobIdentity, optional
+        The job that is served; by default that of the first that comes.
+    told : bool
+        Whether the ranks were told the address by the job itself: then all that come belong to it.
 
     Raises
     ------
@@ -69,7 +125,15 @@ class Rendezvous:
     True
     """
 
-    def __init__(self, address: str, size: int, *, host: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        size: int | None = None,
+        *,
+        host: int | None = None,
+        job: JobIdentity | None = None,
+        told: bool = False,
+    ) -> None:
         asked = parse_address(address)
         try:
             self._listener = listen(asked)
@@ -79,12 +143,45 @@ class Rendezvous:
             ) from error
         port = asked.port if asked.path else int(self._listener.getsockname()[1])
         self._where = Address(asked.host, port, asked.path)
-        self._hub = Hub(size, host=host, stopped=_stands_still)
+        self._inode = os.lstat(asked.path).st_ino if asked.path else 0
+        self._size, self._host, self._told = size, host, told
+        self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
+        if job is not None:
+            self._jobs[job.host, job.agent] = job, f"process {os.getpid()}, rank {host}"
+        self._process = os.getpid()
+        self._users = 0
+        self._openings: list[_Opening] = []
+        self._count = 0
         self._visitors: set[_Visitor] = set()
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
+        self._deaf = threading.Event()
+        self._left: list[_Opening] = []
         self._waker, self._woken = socket.socketpair()
         self._thread: threading.Thread | None = None
+        _LISTENING[self.address] = self
+
+    @staticmethod
+    def shared(address: str, job: JobIdentity) -> Rendezvous:
+        """Return the one of this process at an address, opened by rank 0 where there is none; to `release`.
+
+        Raises
+        ------
+        UsageError
+            As `Rendezvous`.
+        """
+        name = str(parse_address(address))
+        while True:
+            with _ONE:
+                found = _LISTENING.get(name)
+                if found is None:
+                    found = Rendezvous(address, host=0, job=job).start()
+                    found._users = 1
+                    return found
+                if not found._closing.is_set():
+                    found._users += found._users > 0  # else who has made it closes it
+                    return found
+            found._deaf.wait()
 
     @property
     def address(self) -> str:
@@ -94,7 +191,11 @@ class Rendezvous:
     @property
     def pids(self) -> dict[int, int]:
         """Process id of every rank that has come."""
-        return {rank: int(hello["pid"]) for rank, hello in dict(self._hub.hellos).items()}
+        return {
+            rank: int(hello["pid"])
+            for one in list(self._openings)
+            for rank, hello in dict(one.hub.hellos).items()
+        }
 
     def start(self) -> Rendezvous:
         """Begin to serve; until then those that come wait."""
@@ -102,21 +203,39 @@ class Rendezvous:
         self._thread.start()
         return self
 
+    def release(self, opening: int | None) -> None:
+        """Give back what `shared` has returned, and end an opening, a second at most after its ranks were told."""
+        if self._users == 0 or self._process != os.getpid():
+            return
+        with _ONE:
+            self._users -= 1
+            last = self._users == 0
+            if last:
+                self._closing.set()
+        for one in [one for one in self._openings if one.number == opening]:
+            self._left.append(one)
+            self._waker.send(b".")
+            one.ended.wait()
+        if last:
+            self._close()
+
     def close(self) -> None:
         """End, a second at most after the ranks were told; closing twice is fine."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+        with _ONE:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        self._close()
+
+    def _close(self) -> None:
         self._waker.send(b".")
         if self._thread is not None:
             self._thread.join()
+        else:
+            self._stop_listening()
         self._selector.close()
-        self._listener.close()
         self._waker.close()
         self._woken.close()
-        if self._where.path:
-            with contextlib.suppress(OSError):
-                os.unlink(self._where.path)
 
     def __enter__(self) -> Rendezvous:
         return self.start()
@@ -133,45 +252,72 @@ class Rendezvous:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        end: float | None = None
         while True:
             now = time.monotonic()
-            if self._closing.is_set() and end is None:
-                end = now + LINGER_SECONDS
-                self._selector.unregister(self._woken)
-                for visitor in list(self._visitors):
-                    self._say(visitor, {"type": "leaving"})
-            if end is not None and (now >= end or not self._hearing()):
+            while self._left:
+                self._end(self._left.pop(), now)
+            if self._closing.is_set() and not self._deaf.is_set():
+                self._stop_listening()
+                for opening in list(self._openings):
+                    self._end(opening, now)
+            for opening in [one for one in self._openings if one.end is not None]:
+                if now >= (opening.end or 0.0) or not _hearing(opening):
+                    self._finish(opening)
+            if self._deaf.is_set() and not self._openings:
                 break
-            for key, events in self._selector.select(self._pause(now, end)):
+            for key, events in self._selector.select(self._pause(now)):
                 if key.fileobj is self._listener:
                     self._accept()
+                elif key.fileobj is self._woken:
+                    self._woken.recv(1 << 10)
                 elif isinstance(key.data, _Visitor):
                     self._attend(key.data, events)
             now = time.monotonic()
-            self._deliver(self._hub.tick(now))
+            for opening in list(self._openings):
+                self._deliver(opening, opening.hub.tick(now))
             for visitor in [one for one in self._visitors if one.rank < 0 and one.until < now]:
                 self._drop(visitor)
-        for visitor in list(self._visitors):
+
+    def _stop_listening(self) -> None:
+        """Take the address away; who has not said yet who he is may come again to the next that listens there."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        if self._where.path:
+            with contextlib.suppress(OSError):
+                if os.lstat(self._where.path).st_ino == self._inode:
+                    os.unlink(self._where.path)
+        if _LISTENING.get(self.address) is self:
+            del _LISTENING[self.address]
+        for visitor in [one for one in self._visitors if one.opening is None]:
+            if not visitor.ending:
+                self._say(visitor, {"type": "again"})
             self._drop(visitor)
+        self._deaf.set()
 
-    def _hearing(self) -> bool:
-        """Whether somebody is there who may still hear the last word."""
-        hellos = self._hub.hellos
-        return any(one.rank < 0 or not _stands_still(hellos[one.rank]) for one in self._visitors)
+    def _end(self, opening: _Opening, now: float) -> None:
+        """Let the ranks of an opening know that it is no longer served; where rank 0 has not come, the next one is."""
+        if opening.end is None:
+            opening.end = now + LINGER_SECONDS
+            began = (
+                self._host is not None
+                and self._host not in opening.hub.hellos
+                and opening.hub.verdict is None
+            )
+            for visitor in list(opening.visitors.values()):
+                self._say(visitor, {"type": "again" if began else "leaving"})
 
-    def _pause(self, now: float, end: float | None) -> float | None:
+    def _finish(self, opening: _Opening) -> None:
+        for visitor in list(opening.visitors.values()):
+            self._drop(visitor)
+        if opening in self._openings:
+            self._openings.remove(opening)
+        opening.ended.set()
+
+    def _pause(self, now: float) -> float | None:
         times = [one.until for one in self._visitors if one.rank < 0]
-        times += [time for time in (self._hub.deadline, end) if time is not None]
+        times += [time for one in self._openings for time in (one.hub.deadline, one.end) if time is not None]
         return max(0.0, min(times) - now) if times else None
-
-    def _left(self) -> list[_Visitor]:
-        """Ranks that have closed their connections, also where what they said before is not read yet."""
-        ended = select.poll()
-        ranks = {one.connection.fileno(): one for one in self._visitors if one.rank >= 0}
-        for descriptor in ranks:
-            ended.register(descriptor, CLOSED)
-        return [ranks[descriptor] for descriptor, _ in ended.poll(0)]
 
     def _accept(self) -> None:
         try:
@@ -207,30 +353,103 @@ class Rendezvous:
         """Pass a message on; False if it makes no sense."""
         now = time.monotonic()
         try:
-            if visitor.rank >= 0:
-                posts = self._hub.receive(visitor.rank, message, now)
-                left = self._left() if any(said["type"] == "agreed" for _, said in posts) else []
+            if visitor.opening is not None:
+                opening = visitor.opening
+                posts = opening.hub.receive(visitor.rank, message, now)
+                left = _ended(opening) if any(said["type"] == "agreed" for _, said in posts) else []
                 for one in left:  # where this process was stopped, so long that they have given it up
-                    self._deliver(self._hub.lost(one.rank))
+                    self._deliver(opening, opening.hub.lost(one.rank))
                 if not left:
-                    self._deliver(posts)
+                    self._deliver(opening, posts)
                 return True
-            refusal, posts = self._hub.join(message, now)
+            refusal = self._join(visitor, message, now)
         except (KeyError, TypeError, ValueError):
             return False
         if refusal:
             self._say(visitor, {"type": "refused", "message": refusal})
             visitor.ending = True
-        else:
-            visitor.rank = int(message["rank"])
-        self._deliver(posts)
         return True
 
-    def _deliver(self, posts: Sequence[Post]) -> None:
-        visitors = {visitor.rank: visitor for visitor in self._visitors}
+    def _join(self, visitor: _Visitor, hello: Message, now: float) -> str:
+        """Let a process take part in the opening that is its next; returns why it is refused, or nothing."""
+        if hello.get("format") != FORMAT:
+            return (
+                f"this is a rendezvous of format {FORMAT}, and the process speaks {str(hello.get('format'))[:40]!r}; "
+                "install the same version of topoplan for all ranks"
+            )
+        if not is_hello(hello):
+            raise ValueError("not a hello")
+        refusal = self._other_job(hello) or self._taken(hello)
+        if refusal:
+            return refusal
+        rank, size = int(hello["rank"]), int(hello["size"])
+        lacking = [one for one in self._openings if one.end is None and one.lacks(rank)]
+        opening = next((one for one in lacking if one.hub.verdict is None and not one.hub.complete), None)
+        if opening is None and lacking and not lacking[0].hub.complete:
+            lacking[0].told.add(rank)
+            assert lacking[0].hub.verdict is not None, "it would be open"
+            return str(lacking[0].hub.verdict["message"])
+        if opening is None:
+            opening = _Opening(self._count, Hub(self._size or size, host=self._host, stopped=_stands_still))
+        refusal, posts = opening.hub.join(hello, now)
+        if opening not in self._openings and not (
+            refusal and self._count
+        ):  # a job that runs has nobody to tell
+            self._count += 1
+            self._openings.append(opening)
+        if refusal:
+            opening.told.add(rank)
+            self._deliver(opening, posts)
+            return refusal
+        self._size = self._size or size
+        visitor.rank, visitor.opening = rank, opening
+        opening.visitors[rank] = visitor
+        self._say(visitor, {"type": "heard", "opening": opening.number})
+        self._deliver(opening, posts)
+        return ""
+
+    def _other_job(self, hello: Message) -> str:
+        """Return why a process of another job is refused; empty where it is not known to be of another one."""
+        if self._told:
+            return ""
+        job = JobIdentity.of_message(hello["job"])
+        for known, who in self._jobs.values():
+            if known.differs(job):
+                return (
+                    f"{self.address} serves {known} ({who}), and process {hello['pid']}, rank {hello['rank']}, belongs "
+                    f"to {job}; give each job another address (MASTER_PORT or TOPOPLAN_RENDEZVOUS), or, if this is one "
+                    "job, set TOPOPLAN_JOB to the same text for all of its ranks"
+                )
+        # one for each host is enough: what launched its ranks is the same
+        self._jobs.setdefault((job.host, job.agent), (job, f"process {hello['pid']}, rank {hello['rank']}"))
+        return ""
+
+    def _taken(self, hello: Message) -> str:
+        """Return why a process is refused whose rank another one has, and end what that one takes part in."""
+        rank, mark = int(hello["rank"]), hello["process"]
+        if rank == self._host:
+            taken, pid = (list(self._openings), os.getpid()) if mark != process_mark() else ([], 0)
+        else:
+            taken = [
+                one
+                for one in self._openings
+                if one.hub.hellos.get(rank, hello)["process"] != mark and rank not in one.hub.gone
+            ]
+            pid = int(taken[0].hub.hellos[rank]["pid"]) if taken else 0
+        if not pid:
+            return ""
+        reason = (
+            f"two processes came to {self.address} as rank {rank} (process ids {pid} and {hello['pid']}); give each "
+            "its own rank, or, if they belong to two jobs, give each job another address, or TOPOPLAN_JOB to its ranks"
+        )
+        for opening in taken:
+            self._deliver(opening, opening.hub.fail(reason))
+        return reason
+
+    def _deliver(self, opening: _Opening, posts: Sequence[Post]) -> None:
         for rank, message in posts:
-            if rank in visitors:
-                self._say(visitors[rank], message)
+            if rank in opening.visitors:
+                self._say(opening.visitors[rank], message)
 
     def _say(self, visitor: _Visitor, message: Message) -> None:
         visitor.out += pack(message)
@@ -253,8 +472,27 @@ class Rendezvous:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(visitor.connection)
         visitor.connection.close()
-        if visitor.rank >= 0:
-            self._deliver(self._hub.lost(visitor.rank))
+        opening = visitor.opening
+        if opening is not None and opening.visitors.get(visitor.rank) is visitor:
+            del opening.visitors[visitor.rank]
+            self._deliver(opening, opening.hub.lost(visitor.rank))
+            if opening.end is None and opening.hub.complete and not opening.visitors:
+                self._finish(opening)
+
+
+def _hearing(opening: _Opening) -> bool:
+    """Whether a rank is there that may still hear the last word."""
+    hellos = opening.hub.hellos
+    return any(not _stands_still(hellos[rank]) for rank in opening.visitors)
+
+
+def _ended(opening: _Opening) -> list[_Visitor]:
+    """Ranks that have closed their connections, also where what they said before is not read yet."""
+    ended = select.poll()
+    ranks = {one.connection.fileno(): one for one in opening.visitors.values()}
+    for descriptor in ranks:
+        ended.register(descriptor, CLOSED)
+    return [ranks[descriptor] for descriptor, _ in ended.poll(0)]
 
 
 def _stands_still(hello: Message) -> bool:

@@ -31,11 +31,15 @@ class Control:
     ----------
     rendezvous : str
     rank, size : int
-    timeout : float
-        Seconds for all ranks to come.
+    until : float
+        Time of `time.monotonic` after which no rank is expected any more.
+    look : callable, optional
+        See `collectives.peers.address.connect`.
 
     Attributes
     ----------
+    opening : int or None
+        Which of the communicators that are opened there this is.
     answer : Message or None
         To what was asked last.
     differ : Message or None
@@ -58,12 +62,13 @@ class Control:
         rank: int,
         size: int,
         *,
-        timeout: float,
+        until: float,
         look: Callable[[], None] | None = None,
     ) -> None:
         self.rendezvous = rendezvous
         self.rank = rank
         self.size = size
+        self.opening: int | None = None
         self.answer: Message | None = None
         self.differ: Message | None = None
         self.patience = False
@@ -72,13 +77,13 @@ class Control:
         self.lost = False
         self.host: int | None = None
         self._process = ("", 0)
-        self._timeout = timeout
+        self._until = until
         self._unpacker = Unpacker()
         self._early: Sequence[Message] = ()
         """What came together with the welcome: a rank that is quicker may have failed already."""
         self._writing = threading.Lock()
         self._look = look
-        self._connection = connect(parse_address(rendezvous), time.monotonic() + timeout, look=look)
+        self._connection = connect(parse_address(rendezvous), until, look=look)
 
     @property
     def connection(self) -> socket.socket:
@@ -94,8 +99,10 @@ class Control:
             else str(self._connection.getsockname()[0])
         )
 
-    def join(self, about: Message) -> Message:
-        """Say who this is, and what else the others must know; the welcome, once all ranks have come.
+    def join(self, about: Message) -> Message | None:
+        """Say who this is, and what else the others must know; return the welcome, once all ranks have come.
+
+        None where the one that listens there ends before this rank has a place with it: the next is to be asked.
 
         Raises
         ------
@@ -103,13 +110,21 @@ class Control:
             The rendezvous refuses, does not answer, or is something else.
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
-        self.say({**hello, **about, "timeout": self._timeout, "processes": processes_seen()})
-        deadline = time.monotonic() + self._timeout + GRACE_SECONDS
+        left = max(0.0, self._until - time.monotonic())
+        told = {**hello, **about, "timeout": left, "processes": processes_seen()}
+        try:
+            self._connection.sendall(pack(told))
+        except OSError:
+            return None
         while True:
-            messages = self._read_until(deadline)
+            messages = self._read_until(self._until + GRACE_SECONDS)
             for number, message in enumerate(messages, 1):
                 if message["type"] in ("refused", "failed"):
                     raise BackendError(str(message["message"]), rank=self.rank, peer=message.get("peer"))
+                if message["type"] == "again":
+                    return None
+                if message["type"] == "heard":
+                    self.opening = int(message["opening"])
                 if message["type"] == "welcome":
                     self.host = message["host"]
                     self._process = str(message.get("processes")), int(message.get("pid", 0))
@@ -193,6 +208,8 @@ class Control:
                 rank=self.rank,
             ) from None
         except OSError as error:
+            if self.opening is None:  # it has stopped to listen without having taken this connection
+                return [{"type": "again"}]
             raise BackendError(
                 f"the rendezvous {self.rendezvous} is gone: {error.strerror}", rank=self.rank
             ) from error

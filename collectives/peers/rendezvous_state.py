@@ -24,7 +24,7 @@ from typing import Any
 from collectives.peers.address import processes_seen
 from collectives.peers.blame import Waiting, blame
 
-FORMAT = "topoplan.tcp/1"
+FORMAT = "topoplan.tcp/2"
 
 ANSWER_SECONDS = 1.0
 """Time in which a rank that is not stopped tells what it waits for."""
@@ -102,6 +102,15 @@ class Hub:
         The rank in whose process the hub lives, None if in a process of its own.
     stopped : callable
         Whether the process of a rank is seen to be stopped, given what it said when it came.
+
+    Attributes
+    ----------
+    hellos : dict of int to Message
+        What each rank that has come said.
+    gone : set of int
+        Ranks that have left or are lost.
+    verdict : Message or None
+        Why the job has failed.
     """
 
     def __init__(
@@ -117,11 +126,11 @@ class Hub:
         self.hellos: dict[int, Message] = {}
         self.deadline: float | None = None
         self._token = secrets.token_hex(16)
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
         self._round: dict[int, Message] = {}
         self._following: set[int] = set()
         self._met = 0
-        self._verdict: Message | None = None
+        self.verdict: Message | None = None
         self._stalled: list[int] = []
         self._patience = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
@@ -132,11 +141,10 @@ class Hub:
         return len(self.hellos) == self.size
 
     def join(self, hello: Message, now: float) -> tuple[str, list[Post]]:
-        """A process comes; returns why it is refused, or nothing, and messages for those that came before."""
-        if hello.get("format") != FORMAT or not _is_hello(hello):
-            return f"this is a rendezvous of format {FORMAT}", []
-        if self.complete:
-            return f"all {self.size} ranks are there already; give every job a rendezvous of its own", []
+        """Take in a process as a rank that has not come yet; return why it is refused, or nothing, and messages.
+
+        The hello is one that `is_hello` accepts; a refusal is the end of the job, and the messages say so.
+        """
         rank, size = hello["rank"], hello["size"]
         if size != self.size:
             reason = (
@@ -144,9 +152,6 @@ class Hub:
             )
         elif not 0 <= rank < size:
             reason = f"a process came as rank {rank} of {size}; ranks are 0 to {size - 1}"
-        elif rank in self.hellos:
-            pids = f"{self.hellos[rank]['pid']} and {hello['pid']}"
-            reason = f"two processes came as rank {rank} (process ids {pids}); give each its own rank"
         elif (
             self.hellos and hello["flight_bytes"] != (other := self.hellos[min(self.hellos)])["flight_bytes"]
         ):
@@ -154,14 +159,14 @@ class Hub:
                 f"rank {rank} has flight_bytes {hello['flight_bytes']} and rank {other['rank']} "
                 f"{other['flight_bytes']}; give all ranks the same"
             )
-        elif self._verdict is not None:
-            reason = str(self._verdict["message"])
+        elif self.verdict is not None:
+            reason = str(self.verdict["message"])
         else:
             self.hellos[rank] = hello
             patience = now + float(hello["timeout"])
             self.deadline = patience if self.deadline is None else min(self.deadline, patience)
             return "", self._welcome() if self.complete else []
-        return reason, self._fail(reason)
+        return reason, self.fail(reason)
 
     def receive(self, rank: int, message: Message, now: float) -> list[Post]:
         """A message from a rank."""
@@ -170,7 +175,7 @@ class Hub:
         self._round = {one: said for one, said in self._round.items() if self._waits(said)}
         if kind == "bye":
             return self._leave(rank)
-        if self._verdict is not None:
+        if self.verdict is not None:
             return []
         if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message) if self._waits(message) else []
@@ -178,24 +183,24 @@ class Hub:
             self._following.add(rank)
             return self._answer() or self._release()
         if kind == "failed":
-            return self._fail(
+            return self.fail(
                 str(message["message"]), rank=message["rank"], peer=message["peer"], step=message["step"]
             )
         if kind == "stall":
             return self._inquire(rank, message, now)
         if kind == "pong" and self._stalled:
             self._answers[rank] = Waiting(message["peer"], message["step"], float(message["idle"]))
-            if len(self._answers) == self.size - len(self._gone):
+            if len(self._answers) == self.size - len(self.gone):
                 return self._judge()
         return []
 
     def lost(self, rank: int) -> list[Post]:
         """The connection of a rank has ended."""
-        already = rank in self._gone
-        self._gone.add(rank)
-        if already or self._verdict is not None:
+        already = rank in self.gone
+        self.gone.add(rank)
+        if already or self.verdict is not None:
             return []
-        return self._fail(
+        return self.fail(
             f"rank {rank} is gone: its process ended, or closed its connections, without leaving the job; "
             "start all ranks again, or, if it was done before the others, give all ranks as many batches, or train "
             "inside join",
@@ -204,13 +209,13 @@ class Hub:
 
     def tick(self, now: float) -> list[Post]:
         """Time has passed."""
-        if self._verdict is not None:
+        if self.verdict is not None:
             self.deadline = None
         if self.deadline is None or now < self.deadline:
             return []
         if self._stalled:
             silent = [
-                rank for rank in range(self.size) if rank not in self._answers and rank not in self._gone
+                rank for rank in range(self.size) if rank not in self._answers and rank not in self.gone
             ]
             if now >= self._answers_by or all(self._stopped(self.hellos[rank]) for rank in silent):
                 return self._judge()
@@ -218,7 +223,7 @@ class Hub:
             return []
         self.deadline = None
         missing = [rank for rank in range(self.size) if rank not in self.hellos]
-        return self._fail(
+        return self.fail(
             f"only {len(self.hellos)} of {self.size} ranks came, not {_listed(missing)}; "
             "start one process for each rank",
             peer=missing[0],
@@ -243,28 +248,29 @@ class Hub:
     def _everyone(self, message: Message) -> list[Post]:
         """To all ranks, that of this process last: it may end the process."""
         order = sorted(self.hellos, key=lambda rank: (rank == self.host, rank))
-        return [(rank, message) for rank in order if rank not in self._gone]
+        return [(rank, message) for rank in order if rank not in self.gone]
 
-    def _fail(self, reason: str, **where: int | None) -> list[Post]:
-        if self._verdict is not None:
+    def fail(self, reason: str, **where: int | None) -> list[Post]:
+        """Tell all ranks why the job has failed, unless they know; returns the messages."""
+        if self.verdict is not None:
             return []
         whereabouts = {"rank": None, "peer": None, "step": None, **where}
-        self._verdict = {"type": "failed", "message": reason, **whereabouts}
-        return self._everyone(self._verdict)
+        self.verdict = {"type": "failed", "message": reason, **whereabouts}
+        return self._everyone(self.verdict)
 
     def _leave(self, rank: int) -> list[Post]:
-        self._gone.add(rank)
+        self.gone.add(rank)
         if self._round:
             return self._miss(rank)
         return self._release()
 
     def _release(self) -> list[Post]:
         """Tell helpers that nothing follows, once all ranks have left."""
-        over = self._gone.issuperset(self._ranks)
+        over = self.gone.issuperset(self._ranks)
         return [(one, {"type": "over"}) for one in sorted(self._following)] if over else []
 
     def _miss(self, absent: int) -> list[Post]:
-        return self._fail(
+        return self.fail(
             f"rank {absent} has closed its communicator; make the same calls on all ranks",
             rank=min(self._round),
             peer=absent,
@@ -277,16 +283,15 @@ class Hub:
     def _enter(self, rank: int, message: Message) -> list[Post]:
         """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
         self._round[rank] = message
-        if (
-            message.get("refused") and rank not in self._ranks
-        ):  # the ranks have agreed and wait for this helper
+        if message.get("refused") and rank not in self._ranks:
+            # the ranks have agreed and wait for this helper
             refusal = json.loads(message["signature"])["refusal"]
-            return self._fail(f"the peer refused the collective: {refusal}", peer=rank)
-        if self._gone:
-            return self._miss(min(self._gone))
+            return self.fail(f"the peer refused the collective: {refusal}", peer=rank)
+        if self.gone:
+            return self._miss(min(self.gone))
         first = min(self._round, key=lambda other: (other == rank, other))
         if message["type"] != self._round[first]["type"]:
-            return self._fail(
+            return self.fail(
                 f"rank {first} and rank {rank} do different things; make the same calls on all ranks",
                 rank=first,
                 peer=rank,
@@ -356,14 +361,15 @@ class Hub:
         found = blame(reporter, answers, self._patience)
         if found is None:
             return patience
-        return self._fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
+        return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
 
 
-def _is_hello(message: Message) -> bool:
-    """Whether a message says all that the others must know of a rank."""
+def is_hello(message: Message) -> bool:
+    """Return whether a message says all that the others must know of a rank."""
     numbers = ("rank", "size", "pid", "flight_bytes")
     return (
         message["type"] == "hello"
+        and isinstance(message.get("process"), str)
         and all(type(message.get(name)) is int for name in numbers)
         and isinstance(message.get("ports"), dict)
         and isinstance(message.get("general"), str | None)

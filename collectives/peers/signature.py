@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from hashlib import sha256
 from operator import attrgetter
 
 from topoplan.errors import RefusedError
@@ -41,6 +42,8 @@ class Signature:
         Elements of the buffer, the full gathered one for allgather and reduce_scatter.
     chunk : int
         Elements of the longest chunk.
+    shape : str
+        Of every rank's input, as `shape_text` writes it.
     refusal : str
         Why this rank will not take part; empty if it will.
 
@@ -60,6 +63,7 @@ class Signature:
     dtype: str
     count: int
     chunk: int
+    shape: str = ""
     refusal: str = ""
 
     def of_call(self, call: int) -> Signature:
@@ -94,6 +98,18 @@ class Signature:
             return cls(**json.loads(bytes(data)))
         except TypeError as error:
             raise ValueError(f"no signature of a collective: {error}") from error
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape in the few letters that all ranks compare; of a long one its beginning and a digest.
+
+    Examples
+    --------
+    >>> shape_text((3, 4)), shape_text(()), len(shape_text((1,) * 64))
+    ('3x4', 'scalar', 45)
+    """
+    text = "x".join(map(str, shape)) or "scalar"
+    return text if len(text) <= 45 else f"{text[:36]} {sha256(text.encode()).hexdigest()[:8]}"
 
 
 _NAMES = tuple(field.name for field in fields(Signature))

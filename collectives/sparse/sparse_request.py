@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.execution.request import check_inputs, check_outputs
+from collectives.peers.signature import shape_text
 from collectives.selection.error_feedback import checked_density
 from collectives.sparse.entry_messages import message_bytes
 from collectives.sparse.explanation import entries_of
@@ -82,7 +83,9 @@ class SparseRequest:
 
     def about(self, exchange: str) -> str:
         """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
-        told = f"sparse {self.op} of {self.size} {self.dtype}, {float(self.density)} by {exchange}"
+        told = (
+            f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
+        )
         if self.wire is not None:
             told += f", {self.wire.values} {self.wire.indices}"
         if self.loss_scale != 1:

@@ -407,8 +407,9 @@ class GroupCollectives(dist.ProcessGroup):
     def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, factor = _operation(opts)
         flat = _times(joined(tensors), factor)
+        shaped = flat.view(tensors[0].shape) if len(tensors) == 1 else flat  # ranks compare shapes
         return self._started(
-            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
+            lambda comm: comm.all_reduce(shaped, op=op, out=shaped, async_op=True),
             flat,
             lambda: put(tensors, parts_of(flat, tensors)),
             tensors,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from collectives import Communicator
+from collectives.launching.local_processes import start_ranks
 from tests.jobs.torch_ranks import cases, expected
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import install
@@ -515,3 +516,15 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch: py
 def test_collectives_alone_does_not_load_torch() -> None:
     code = "import collectives, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.thorough
+def test_communicators_over_torchs_groups_are_opened_one_after_another() -> None:
+    """What the ranks of one group left in the store is not taken for addresses of the next."""
+    body = (
+        "import torch; from collectives import Communicator; from tests.support.hand_plans import forest_plan\n"
+        "for turn in range(4):\n"
+        "    with Communicator(forest_plan(2, 'allreduce', 'star'), 'torch', timeout=20) as comm:\n"
+        "        assert turn % 2 or comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3\n"
+    )
+    assert start_ranks("torch", [sys.executable, "-c", body], 2) == 0

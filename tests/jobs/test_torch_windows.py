@@ -161,6 +161,19 @@ def test_without_windows_the_groups_messages_are_taken_or_windows_refused_on_all
         assert str(told[0]).startswith("messages: no windows" if engine == "auto" else "messages")
 
 
+def test_ranks_of_two_jobs_that_met_in_one_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(text: str) -> list[str]:
+        return [text, text.replace("nightly", "weekly")]
+
+    members.check_one_job(lambda text: [text, text], 2)
+    monkeypatch.setenv("TOPOPLAN_JOB", "nightly")
+    with pytest.raises(
+        UsageError,
+        match=r"rank 0 belongs to job 'nightly' .*and rank 1 to job 'weekly' .*another MASTER_PORT",
+    ):
+        members.check_one_job(gather, 2)
+
+
 def test_engines_are_agreed_on_before_anything_is_made() -> None:
     def agreed(engine: str, theirs: str, served: tuple[str, ...] = ("cuda",)) -> set[str]:
         def gather(text: str) -> list[str]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import pairwise
@@ -47,8 +49,15 @@ COMMANDS = {
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
 come with installed packages (`topoplan.cli.entry_points`)."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
+ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+"""Signals that end a command in order: what it has started ends, and its temporary files are removed. The exit status
+is as shells give it, 128 + the signal."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C."""
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""What launchers set in the environment of a rank, which has started nothing and ends at once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    with _ending_in_order():
+        return _shown(given)
+
+
+def _shown(given: list[str]) -> int:
+    """Run a command with its output in lines of the terminal's width, where a person reads it."""
     words = {word.split("=")[0] for word in given}
     whole = {"--json", "--csv", "--format", "export", COMPLETION} & words or ("-o", "-") in pairwise(given)
     width = terminal_width()
@@ -89,9 +104,34 @@ def _main(given: list[str]) -> int:
     except OSError as error:
         _abandon_stdout()
         return _failed(prefix, f"{error.strerror or error}; look at where the output goes")
-    except KeyboardInterrupt:
-        print(f"{prefix}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            print(f"{prefix}: {ENDS[number]}", file=sys.stderr)
+        return 128 + number
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` with its number inside for a signal of `ENDS` that would end the process; once."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread() or any(name in os.environ for name in RANKS):
+        numbers = []
+    before = {number: signal.getsignal(number) for number in numbers}
+    taken = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+
+    def end(number: int, frame: object) -> None:
+        for one in taken:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Command]]) -> int:

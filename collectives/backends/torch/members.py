@@ -8,11 +8,12 @@ Tensors on GPUs go by kernels of the nccl back end where all ranks have its wind
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from collectives.backends.torch.windows import WindowMembers
 from collectives.peers.address import address_of_interface
 from collectives.peers.error_rounds import Gather, say_all
 from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.place_in_job import JobIdentity, job_identity
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
@@ -52,6 +54,7 @@ def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> B
     members = Members(messages.gather_texts, messages.ranks[0], messages.size, timeout)
     devices = messages.arrays.devices
     try:
+        check_one_job(members.gather, members.size)
         kinds = agreed_engine(members.gather, engine, exact, [device.type for device in devices])
         if kinds == {"cpu"}:
             found: Backend[Any] | None = by_memory_or_links(members, messages.close)
@@ -139,6 +142,21 @@ class Members:
     rank: int
     size: int
     timeout: float
+
+
+def check_one_job(gather: Gather, size: int) -> None:
+    """Raise `UsageError` on all ranks where two of them are known to belong to different jobs.
+
+    A store of torch takes in whatever process comes to its port.
+    """
+    told = say_all(gather, lambda: json.dumps(asdict(job_identity(size))))
+    first, *others = (JobIdentity.of_message(json.loads(text)) for text in told)
+    for rank, other in enumerate(others, 1):
+        if first.differs(other):
+            raise UsageError(
+                f"rank 0 belongs to {first}, and rank {rank} to {other}; give each job another MASTER_PORT, or, if "
+                "this is one job, set TOPOPLAN_JOB to the same text for all of its ranks"
+            )
 
 
 def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str]) -> set[str]:
@@ -300,7 +318,7 @@ def _met(members: Members, make: Callable[[str], Met], *closes: Callable[[], Non
     try:
         if members.rank == 0:
             with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
-                place = Rendezvous(f"{_own_address()}:0", members.size, host=0).start()
+                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, told=True).start()
                 told = place.address
         address = members.gather(told)[0]
         faults = ["rank 0 has no address at which the others can meet it"]

@@ -72,7 +72,14 @@ def make_group(*, timeout: float) -> None:
         raise UsageError(f"{error}; set {', '.join(VARIABLES)} as torchrun does") from error
     limit = PATIENCE * timeout if nccl else timeout
     try:
-        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=limit))
+        store = _store_of_next_group(rank, size, timedelta(seconds=limit))
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=limit),
+        )
     except (RuntimeError, ValueError) as error:
         raise BackendError(
             f"the {size} processes did not find each other at "
@@ -80,6 +87,23 @@ def make_group(*, timeout: float) -> None:
             f"({' '.join(str(error).split())[:100]}); start all of them, with the same address",
             rank=rank,
         ) from error
+
+
+def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
+    """Return the part of the job's store that the next group has for itself.
+
+    The store outlives a group that is destroyed, and so do the addresses that its ranks have put there. Each rank's
+    number of groups lies there too, so it is forgotten with the store.
+    """
+    made, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    _STORES[:] = [made]
+    made.set_timeout(timeout)
+    number = made.add(f"topoplan/groups of rank {rank}", 1)
+    return PrefixStore(f"topoplan/group {number}", made)
+
+
+_STORES: list[Store] = []
+"""Keeps the server that rank 0 may have in this process, where others are still about to come to the next group."""
 
 
 def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from collectives.testbed.network import crossed_links, lay_out, wires_file
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
+    METHODS,
     SIZES,
     all_results,
     backends_in_threads,
@@ -235,6 +237,27 @@ def test_a_rank_that_does_not_come_to_a_later_meeting_is_named_at_once(
     for rank in (0, 2):
         assert isinstance(errors[rank], BackendError)
         assert message in str(errors[rank])
+
+
+SHAPED: list[tuple[str, Callable[[Communicator, Array], Any]]] = [
+    (collective, lambda comm, array, collective=collective: call(comm, collective, array))  # type: ignore[misc]
+    for collective in METHODS
+]
+SHAPED += [("sparse", lambda comm, array: comm.sparse_all_reduce(array, density=0.5))]
+
+
+@pytest.mark.parametrize(("name", "body"), SHAPED, ids=[name for name, _ in SHAPED])
+def test_arrays_of_as_many_elements_and_another_shape_are_refused(
+    name: str, body: Callable[[Communicator, Array], Any]
+) -> None:
+    """Their elements do not mean the same."""
+
+    def with_shape(comm: Communicator, rank: int) -> Any:
+        return body(comm, np.ones((4, 6) if rank == 1 else (6, 4)))
+
+    for error in in_threads(forest_plan(2, "allreduce", "chain"), with_shape):
+        assert isinstance(error, BackendError)
+        assert re.search("shape '(4x6|6x4)' instead of|of (4x6|6x4) float64, .* instead of", str(error))
 
 
 def test_different_plans_or_chunks_are_refused_on_every_rank() -> None:

@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from collectives.launching.local_processes import launch_local, local_ranks, reserved_port
+from tests.support.hand_plans import forest_plan
+from topoplan.cli.main import RANKS, main
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -150,6 +153,63 @@ def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, t
         for pid in set(started) - set(ranks):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+@pytest.mark.parametrize("backend", ["tcp", "mpi"])
+def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
+    backend: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    if backend == "mpi":
+        pytest.importorskip("mpi4py", reason="no mpi4py")
+    plan, folder = tmp_path / "plan.json", tmp_path / "temporary"
+    plan.write_text(forest_plan(2, "allreduce", "chain").to_json())
+    folder.mkdir()
+    options = ["--backend", backend, "--sizes", ",".join(["16MB"] * 200)]
+    command = [sys.executable, "-m", "topoplan", "bench", str(plan), *options]
+    outer = {name: value for name, value in os.environ.items() if name not in RANKS}
+    told = subprocess.DEVNULL
+    ran = subprocess.Popen(command, env={**outer, "TMPDIR": str(folder)}, stdout=told, stderr=told)
+    deadline = time.monotonic() + 30
+    while len(found := started_in(folder)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ran.send_signal(number)
+    assert ran.wait(60) == 128 + number
+    assert all_end(found)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_signal_that_asks_to_end_is_an_interrupt_inside_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So what it has started ends; a rank, which has started nothing, ends at once."""
+
+    def end(given: list[str]) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    commands = import_module("topoplan.cli.main")
+    monkeypatch.setattr(commands, "_run", lambda given, name, others: end(given))
+    assert main(["list"]) == 128 + signal.SIGTERM
+    assert "terminated" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setenv("RANK", "0")
+    left = signal.SIG_DFL
+    monkeypatch.setattr(commands, "_run", lambda *given: int(signal.getsignal(signal.SIGTERM) is not left))
+    assert main(["list"]) == 0
+
+
+def started_in(folder: Path) -> list[int]:
+    """The processes whose temporary files go to a folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"TMPDIR={folder}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+    return found
 
 
 def test_a_program_that_does_not_exist_and_no_processes_are_refused() -> None:

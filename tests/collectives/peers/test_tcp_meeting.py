@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import selectors
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
+from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.address import (
     INTERACTIVE,
@@ -32,9 +36,10 @@ from collectives.peers.address import (
 from collectives.peers.blame import Waiting, blame
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peer_watchdog import process_state
-from collectives.peers.rendezvous import Rendezvous, _Visitor
+from collectives.peers.place_in_job import JobIdentity, job_identity
+from collectives.peers.rendezvous import Rendezvous, _hearing, _Opening, _Visitor, process_mark
 from collectives.peers.rendezvous_client import Control, Watcher
-from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
+from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, pack
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
@@ -74,17 +79,28 @@ def test_a_path_that_a_dead_process_left_is_taken_over(tmp_path: Path) -> None:
     assert meet((0, 1), meeting=f"unix:{path}") == [(0,)]
 
 
-WRONG_PLACES = [
-    ([(0, 2), (1, 3)], "came for 3 ranks and the job has 2"),
-    ([(0, 3), (1, 3), (1, 3)], "two processes came as rank 1"),
-]
-
-
-@pytest.mark.parametrize(("places", "message"), WRONG_PLACES)
-def test_wrong_places_are_told_to_everybody(places: list[tuple[int, int]], message: str) -> None:
-    with Rendezvous("127.0.0.1:0", places[0][1]) as meeting:
-        errors = meet(*places, meeting=meeting.address)
+def test_a_wrong_world_size_is_told_to_everybody() -> None:
+    with Rendezvous("127.0.0.1:0", 2) as meeting:
+        errors = meet((0, 2), (1, 3), meeting=meeting.address)
+    message = "came for 3 ranks and the job has 2"
     assert all(isinstance(error, BackendError) and message in str(error) for error in errors)
+
+
+def hello_of(
+    rank: int, size: int, *, process: str = "", job: JobIdentity | None = None, **other: Any
+) -> Message:
+    """What a process says that comes as a rank; processes are told apart by their marks."""
+    told = {"type": "hello", "format": FORMAT, "rank": rank, "size": size, "pid": os.getpid(), "timeout": 9}
+    links = {"general": None, "ports": {}, "flight_bytes": 7, "process": process or process_mark()}
+    return {**told, **links, "job": asdict(job or JobIdentity()), **other}
+
+
+def come(address: str, hello: Message) -> Message:
+    """The first answer to a hello, when this process says no more."""
+    where = parse_address(address)
+    with socket.create_connection((where.host, where.port), 5) as connection:
+        connection.sendall(pack(hello))
+        return Unpacker().feed(connection.recv(1 << 16))[0]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
@@ -98,9 +114,8 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_windows_must_be_the_same_on_all_ranks() -> None:
     hub = Hub(2)
-    hello = {"type": "hello", "format": "topoplan.tcp/1", "size": 2, "pid": 1, "timeout": 9, "general": None}
-    assert hub.join({**hello, "rank": 1, "ports": {}, "flight_bytes": 7}, 0.0) == ("", [])
-    reason, posts = hub.join({**hello, "rank": 0, "ports": {}, "flight_bytes": 8}, 0.0)
+    assert hub.join(hello_of(1, 2), 0.0) == ("", [])
+    reason, posts = hub.join(hello_of(0, 2, flight_bytes=8), 0.0)
     assert "rank 0 has flight_bytes 8 and rank 1 7" in reason
     assert [rank for rank, _ in posts] == [1]
 
@@ -108,9 +123,8 @@ def test_windows_must_be_the_same_on_all_ranks() -> None:
 def asked_who_stalls(stopped: set[int]) -> tuple[Hub, list[Post]]:
     """Of three ranks, of which rank 0 waits for rank 1; rank 2 has answered."""
     hub = Hub(3, stopped=lambda hello: hello["rank"] in stopped)
-    hello = {"type": "hello", "format": "topoplan.tcp/1", "size": 3, "pid": 1, "timeout": 9, "general": None}
     for rank in range(3):
-        hub.join({**hello, "rank": rank, "ports": {}, "flight_bytes": 7}, 0.0)
+        hub.join(hello_of(rank, 3), 0.0)
     waits = {"peer": 1, "step": 3, "idle": 2.0}
     assert len(hub.receive(0, {"type": "stall", "timeout": 1.0, **waits}, 10.0)) == 2
     return hub, hub.receive(2, {"type": "pong", **waits}, 10.01)
@@ -152,7 +166,6 @@ def test_word_to_wait_on_that_comes_late_is_no_answer_to_the_next_question() -> 
 
 def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
     """As where the process that serves was stopped, with its own word unsaid, and the others have given it up."""
-    hello = {"type": "hello", "format": "topoplan.tcp/1", "size": 2, "pid": 1, "timeout": 9, "general": None}
     agree = {"type": "agree", "signature": "", "met": 0}
     rendezvous = Rendezvous("127.0.0.1:0", 2)
     pairs = [socket.socketpair() for _ in range(2)]
@@ -160,13 +173,13 @@ def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
     for rank, visitor in enumerate(visitors):
         rendezvous._visitors.add(visitor)
         rendezvous._selector.register(visitor.connection, selectors.EVENT_READ, visitor)
-        assert rendezvous._hear(visitor, {**hello, "rank": rank, "ports": {}, "flight_bytes": 7})
+        assert rendezvous._hear(visitor, hello_of(rank, 2))
     assert rendezvous._hear(visitors[1], agree)
     pairs[1][1].sendall(pack({"type": "bye"}))
     pairs[1][1].close()
     assert rendezvous._hear(visitors[0], agree)
     told = Unpacker().feed(pairs[0][1].recv(1 << 16))
-    assert [message["type"] for message in told] == ["welcome", "failed"]
+    assert [message["type"] for message in told] == ["heard", "welcome", "failed"]
     rendezvous.close()
     for pair in pairs:
         for one in pair:
@@ -180,18 +193,15 @@ def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
         while process_state(other.pid) != "T":
             time.sleep(0.01)
         hello = {"processes": processes_seen(), "pid": other.pid}
-        rendezvous = Rendezvous("127.0.0.1:0", 2)
         one, end = socket.socketpair()
         with one, end:
-            rendezvous._visitors.add(_Visitor(one, 0.0, rank=1))
-            rendezvous._hub.hellos[1] = hello
-            assert not rendezvous._hearing()
-            rendezvous._hub.hellos[1] = {**hello, "pid": os.getpid()}
-            assert rendezvous._hearing()
-            rendezvous._hub.hellos[1] = {**hello, "processes": "of another machine"}
-            assert rendezvous._hearing()
-            rendezvous._visitors.clear()
-            rendezvous.close()
+            opening = _Opening(0, Hub(2), {1: _Visitor(one, 0.0, rank=1)})
+            opening.hub.hellos[1] = hello
+            assert not _hearing(opening)
+            opening.hub.hellos[1] = {**hello, "pid": os.getpid()}
+            assert _hearing(opening)
+            opening.hub.hellos[1] = {**hello, "processes": "of another machine"}
+            assert _hearing(opening)
         other.kill()
 
 
@@ -265,28 +275,197 @@ def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
     assert [result.tolist() for result in results] == [[0, 2, 4]] * 2
 
 
-def test_a_job_that_is_complete_refuses_a_late_process_and_goes_on() -> None:
+def in_a_running_job(tell: Callable[[str], None], job: JobIdentity | None = None) -> list[Any]:
+    """What two ranks broadcast, or raise, after others have come to their rendezvous meanwhile."""
     plan = forest_plan(2, "broadcast", "star", root=0)
     came, tried = threading.Barrier(3), threading.Barrier(3)
     results: list[Any] = [None, None]
-    with Rendezvous("127.0.0.1:0", 2) as meeting:
+    with Rendezvous("127.0.0.1:0", 2, job=job) as meeting:
 
         def work(rank: int) -> None:
             with Communicator(plan, TcpBackend(rank, 2, rendezvous=meeting.address, timeout=5)) as comm:
                 came.wait(10)
                 tried.wait(10)
-                results[rank] = comm.broadcast(np.array([rank + 4]))[0]
+                try:
+                    results[rank] = comm.broadcast(np.array([rank + 4]))[0]
+                except BackendError as error:
+                    results[rank] = error
 
         threads = [threading.Thread(target=work, args=[rank]) for rank in range(2)]
         for thread in threads:
             thread.start()
         came.wait(10)
-        with pytest.raises(BackendError, match="all 2 ranks are there already"):
-            TcpBackend(1, 2, rendezvous=meeting.address, timeout=5)
+        tell(meeting.address)
         tried.wait(10)
         for thread in threads:
             thread.join(10)
-    assert results == [4, 4]
+    return results
+
+
+OTHERS = [
+    (
+        {"job": asdict(JobIdentity(name="b"))},
+        r"serves .* belongs to job 'b' \(TOPOPLAN_JOB\); .*set TOPOPLAN_JOB",
+    ),
+    ({"format": "topoplan.tcp/1"}, "speaks 'topoplan.tcp/1'; install the same version"),
+    ({"size": 3, "rank": 2}, "came for 3 ranks and the job has 2"),
+]
+
+
+@pytest.mark.parametrize(("about", "message"), OTHERS)
+def test_a_running_job_refuses_processes_of_others_and_goes_on(about: dict[str, Any], message: str) -> None:
+    def tell(address: str) -> None:
+        hello = {**hello_of(1, 2, process="another", job=job_identity(2)), **about}
+        answer = come(address, hello)
+        assert answer["type"] == "refused"
+        assert re.search(message, answer["message"])
+
+    assert in_a_running_job(tell) == [4, 4]
+
+
+def test_a_second_process_for_a_rank_of_one_job_ends_both() -> None:
+    """Nothing tells whether it is of another job."""
+
+    def tell(address: str) -> None:
+        answer = come(address, hello_of(1, 2, process="another", job=job_identity(2)))
+        assert answer["type"] == "refused"
+        assert "two processes came" in answer["message"]
+
+    for error in in_a_running_job(tell):
+        assert isinstance(error, BackendError)
+        assert re.search(r"two processes came to 127.0.0.1:\d+ as rank 1 .*or TOPOPLAN_JOB", str(error))
+
+
+LAUNCHED = JobIdentity(host="h", launchers=((12, 700), (11, 650)), session=11)
+STEP = (("Slurm step", "7.0"),)
+IDENTITIES = [
+    (replace(LAUNCHED, launchers=((13, 701), (11, 650))), False),  # the launcher's other rank
+    (replace(LAUNCHED, launchers=((22, 800), (21, 750))), True),
+    (replace(LAUNCHED, launchers=((11, 999), (21, 750))), True),  # its number, used again
+    (replace(LAUNCHED, launchers=((20, 710), (12, 700))), False),  # a child of the rank
+    (replace(LAUNCHED, launchers=((22, 800), (21, 750)), host="g"), False),  # of another host: not known
+    (
+        replace(LAUNCHED, launchers=((13, 701),), orphan=True),
+        False,
+    ),  # in its session, and the launcher has ended
+    (replace(LAUNCHED, launchers=((13, 701),), orphan=True, session=13), True),
+    (replace(LAUNCHED, launchers=((22, 800), (21, 750)), agent="1"), False),  # of another agent of torchrun
+    (replace(LAUNCHED, name="nightly"), True),
+    (replace(LAUNCHED, batch=(("PBS job", "7"),)), False),  # this rank has lost its environment
+]
+
+
+@pytest.mark.parametrize(("other", "differs"), IDENTITIES)
+def test_jobs_are_told_apart_by_what_launched_their_ranks(other: JobIdentity, differs: bool) -> None:
+    assert (LAUNCHED.differs(other), other.differs(LAUNCHED)) == (differs, differs)
+    assert JobIdentity.of_message(json.loads(json.dumps(asdict(other)))) == other
+
+
+SET = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "TORCHELASTIC_RUN_ID": "none"}
+VARIABLES: list[tuple[dict[str, str], dict[str, str], bool]] = [
+    ({"TOPOPLAN_JOB": "a"}, {"TOPOPLAN_JOB": "a", "TORCHELASTIC_RUN_ID": "x"}, False),
+    ({"TOPOPLAN_JOB": "a"}, {}, True),
+    (SET, {**SET, "SLURM_STEP_ID": "1"}, True),
+    (SET, {**SET, "SLURM_JOB_ID": "8"}, True),
+    ({**SET, "SLURM_STEP_NUM_TASKS": "1"}, {**SET, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}, False),
+    ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "y"}, True),
+    ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "none"}, False),
+    (
+        {"PMIX_NAMESPACE": "n.1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMIX_NAMESPACE": "n.2", "OMPI_COMM_WORLD_SIZE": "2"},
+        True,
+    ),
+    ({"PBS_JOBID": "1.here"}, {"PBS_JOBID": "2.here"}, True),
+    ({"LSB_JOBID": "1"}, {"LSB_JOBID": "1"}, False),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "differs"), VARIABLES)
+def test_jobs_are_told_apart_by_what_their_launchers_set(
+    mine: dict[str, str], theirs: dict[str, str], differs: bool
+) -> None:
+    assert job_identity(2, mine).differs(job_identity(2, theirs)) == differs
+
+
+def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
+    """Ranks of one script, each behind a wrapper of its own, have the script in common."""
+    body = (
+        "import json; from dataclasses import asdict; from collectives.peers.place_in_job import job_identity; "
+        "print(json.dumps(asdict(job_identity(2))))"
+    )
+    wrapped = [
+        sys.executable,
+        "-c",
+        f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {body!r}])",
+    ]
+    said = [
+        subprocess.run(wrapped, env={**os.environ, "RANK": rank}, capture_output=True, check=True).stdout
+        for rank in "01"
+    ]
+    first, second = (JobIdentity.of_message(json.loads(text)) for text in said)
+    assert not first.differs(second)
+    assert first.launchers[-1][0] == os.getpid()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shared"])
+@pytest.mark.parametrize("beside", [False, True], ids=["after", "beside"])
+@pytest.mark.parametrize("hosted", [False, True], ids=["rank 0 listens", "launcher listens"])
+def test_communicators_are_opened_in_a_row_and_beside_each_other(
+    shared: bool, beside: bool, hosted: bool
+) -> None:
+    """Ranks run ahead of each other, since nothing keeps them together between two."""
+    made: list[Any] = [[], [], []]
+
+    def work(rank: int, address: str) -> None:
+        kept: list[Any] = []
+        make = SharedBackend.met_at if shared else TcpBackend
+        try:
+            for turn in range(6):
+                options = {"rank": rank, "size": 3, "rendezvous": address, "timeout": 20}
+                backend: Any = make(**options)  # type: ignore[operator]
+                made[rank].append(backend.largest(float(rank + turn)) if turn % 2 else None)
+                kept.append(backend)
+                while kept and not beside:
+                    kept.pop().close()
+            for backend in kept if rank else kept[::-1]:
+                backend.close()
+        except Exception as error:
+            made[rank] = error
+
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        address = stack.enter_context(Rendezvous("127.0.0.1:0", 3)).address if hosted else f"127.0.0.1:{port}"
+        threads = [threading.Thread(target=work, args=(rank, address)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert made == [[None, 3.0, None, 5.0, None, 7.0]] * 3
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_rank_that_fails_to_meet_the_others_may_try_again() -> None:
+    """Its first attempt is over on both sides, and is not taken for a second process of its rank."""
+    address = f"127.0.0.1:{free_port()}"
+    assert isinstance(meet((1, 2), meeting=address, timeout=0.1)[0], BackendError)
+    assert "only 1 of 2" in str(meet((0, 2), meeting=address, timeout=0.2)[0])
+    assert meet((0, 2), (1, 2), meeting=address) == [(0,), (1,)]
+
+
+def test_rank_0_that_cannot_listen_says_who_does() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOPOPLAN_JOB", "a")
+        here = Rendezvous.shared(address, job_identity(2))
+    body = f"from collectives.peers.over_rendezvous import TcpWorld; TcpWorld({address!r}, 0, 2, timeout=9)"
+    command = [sys.executable, "-c", body]
+    ran = subprocess.run(command, env={**os.environ, "TOPOPLAN_JOB": "b"}, capture_output=True, text=True)
+    here.release(None)
+    told = ran.stderr.splitlines()[-1]
+    assert re.search(
+        rf"rank 0 cannot listen at {address} .*serves job 'a' .*process {os.getpid()}, rank 0", told
+    )
+    assert "belongs to job 'b'" in told
 
 
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
@@ -364,6 +543,36 @@ def test_a_rendezvous_where_nobody_can_listen_is_refused(tmp_path: Path) -> None
         Rendezvous("192.0.2.1:0", 2)
 
 
+def regular_file(path: Path) -> None:
+    path.write_text("weights")
+
+
+def link_to_a_file(path: Path) -> None:
+    path.with_name("weights").write_text("weights")
+    path.symlink_to(path.with_name("weights"))
+
+
+@pytest.mark.parametrize("make", [regular_file, link_to_a_file, Path.mkdir, os.mkfifo])
+def test_a_path_that_is_not_a_stale_socket_stays_as_it_is(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "here"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(UsageError, match=r"cannot listen at the rendezvous unix:.*it is not a socket"):
+        Rendezvous(f"unix:{path}", 1)
+    assert os.path.samestat(before, os.lstat(path))
+    assert not path.is_file() or path.read_text() == "weights"
+
+
+def test_a_rendezvous_that_ends_leaves_a_path_that_is_no_longer_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "here"
+    with Rendezvous(f"unix:{path}", 1):
+        path.unlink()
+        regular_file(path)
+    assert path.read_text() == "weights"
+
+
 def test_calls_of_a_closed_back_end_are_errors() -> None:
     with Rendezvous("127.0.0.1:0", 1) as meeting:
         backend = TcpBackend(0, 1, rendezvous=meeting.address)
@@ -379,11 +588,12 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
     welcome = {"type": "welcome", "token": "", "host": None, "peers": {}}
     failure = {"type": "failed", "message": "rank 1 gave up", "rank": None, "peer": 1, "step": None}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        control = Control(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, timeout=5.0)
+        until = time.monotonic() + 5
+        control = Control(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, until=until)
         rendezvous, _ = server.accept()
         with rendezvous:
             rendezvous.sendall(pack(welcome) + pack(failure))
-            assert control.join({})["type"] == "welcome"
+            assert (control.join({}) or {})["type"] == "welcome"
             watcher = Watcher("one")
             control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0), watcher)
             assert control.verdict == failure
