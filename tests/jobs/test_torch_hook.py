@@ -351,7 +351,7 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
         ({"compress": "int8"}, "gradients cannot travel as 'int8'; use float16 or bfloat16"),
         ({"compress": "float16", "density": 0.1}, "compress is for dense gradients"),
         ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
-        ({"density": 0.0}, "a density of 0.0 is not above 0"),
+        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_sent(

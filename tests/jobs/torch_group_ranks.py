@@ -96,7 +96,7 @@ def types(rank: int, size: int) -> Calls:
             dist.all_to_all_single(
                 whole, torch.cat(given), [len(one) for one in wanted], [len(one) for one in given]
             )
-            outs = list(whole.split([len(one) for one in wanted]))
+            outs = list(whole.split([len(one) for one in wanted]))  # type: ignore[no-untyped-call]
         return all(
             torch.equal(torch.view_as_real(a) if a.is_complex() else a.float(), b)
             for a, b in zip(
@@ -138,7 +138,7 @@ def mistakes(rank: int, size: int) -> Calls:
         "type on one": lambda: dist.broadcast(ones(8).to(torch.float8_e5m2 if one else torch.int8), 0),
         "root on one": lambda: dist.reduce(ones(8), 1 if one else 0),
         "kind on one": lambda: dist.barrier() if one else dist.all_reduce(ones(8)),
-        "ranks": lambda: dist.group.WORLD.split_group([0, 7]),
+        "ranks": lambda: dist.group.WORLD.split_group([0, 7]),  # type: ignore[union-attr]
     }
 
 

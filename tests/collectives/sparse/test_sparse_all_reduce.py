@@ -168,10 +168,10 @@ def test_ranks_of_other_processes_agree_and_a_rank_that_means_another_gradient_i
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"density": 0.0}, "density of 0.0"),
-        ({"density": 1.5}, "density of 1.5"),
-        ({"density": -0.1}, "density of -0.1"),
-        ({"density": np.nan}, "density of nan"),
+        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
+        ({"density": 1.5}, "density must be above 0 and at most 1, got 1.5"),
+        ({"density": -0.1}, "density must be above 0 and at most 1, got -0.1"),
+        ({"density": np.nan}, "density must be above 0 and at most 1, got nan"),
         ({"density": 0.1, "exchange": "telepathy"}, "exchange 'telepathy' is unknown"),
         ({"density": 0.1, "op": "max"}, "sparse 'max' is not defined"),
         ({"density": 0.1, "momentum": 1.0}, "momentum of 1.0"),

@@ -71,7 +71,7 @@ def test_the_density_may_depend_on_the_step() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"density": 0.0}, "a density of 0.0 is not above 0"),
+        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
         ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
         ({"exchange": "tree"}, "exchange 'tree' is for sparse gradients"),
     ],

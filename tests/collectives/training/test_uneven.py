@@ -157,4 +157,4 @@ def test_what_one_rank_raises_inside_join_the_others_hear() -> None:
     assert second == "no such picture"
     for heard in (first, third):
         assert "inside join: ValueError: no such picture" in heard
-        assert "peer 1" in heard
+        assert "rank 1 refused the collective: " in heard
