@@ -418,11 +418,10 @@ def test_communicators_are_opened_in_a_row_and_beside_each_other(
 
     def work(rank: int, address: str) -> None:
         kept: list[Any] = []
-        make = SharedBackend.met_at if shared else TcpBackend
+        make: Any = SharedBackend.met_at if shared else TcpBackend
         try:
             for turn in range(6):
-                options = {"rank": rank, "size": 3, "rendezvous": address, "timeout": 20}
-                backend: Any = make(**options)  # type: ignore[operator]
+                backend = make(rank=rank, size=3, rendezvous=address, timeout=20)
                 made[rank].append(backend.largest(float(rank + turn)) if turn % 2 else None)
                 kept.append(backend)
                 while kept and not beside:
