@@ -95,7 +95,7 @@ def listen(address: Address) -> socket.socket:
         Another process listens there, the path is something else, or the address is not one of this machine.
     """
     if not address.path:
-        family = socket.AF_INET6 if ":" in _number(address.host) else socket.AF_INET
+        family = socket.AF_INET6 if ":" in number_of_host(address.host) else socket.AF_INET
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -289,8 +289,8 @@ def _answers(path: str) -> bool:
     return True
 
 
-def _number(host: str) -> str:
-    """The number of a host, IPv4 where it has one."""
+def number_of_host(host: str) -> str:
+    """Return the number of a host, IPv4 if it has one."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from collectives.peers.address import RETRY_SECONDS
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.peers import World, plain, waits_for_nothing
-from collectives.peers.place_in_job import job_identity
-from collectives.peers.rendezvous import Rendezvous, process_mark
+from collectives.peers.place_in_job import JobIdentity, job_identity
+from collectives.peers.rendezvous import Hold, Rendezvous, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, Control, Watcher
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature, disagreement
@@ -108,6 +108,7 @@ class TcpWorld(World):
         """A failure that this rank has met and not told yet."""
         self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
+        self._hosted: tuple[str, JobIdentity] | None = None
         try:
             self._meet(rendezvous, timeout, hello, look)
         except BaseException:
@@ -243,6 +244,13 @@ class TcpWorld(World):
             except BackendError as error:
                 self._found = self._found or error
 
+    def hold_address(self, fail: Callable[[str], None]) -> Callable[[], None]:
+        """Keep the address from other jobs once this world is closed, until what this returns is called (`Hold`).
+
+        ``fail`` is called with a reason if another process comes there as rank 0 of what may be the same job.
+        """
+        return (lambda: None) if self._hosted is None else Hold.take(*self._hosted, fail)
+
     def close(self) -> None:
         """See `World.close`; a child that was forked off does neither for its parent, whose sockets it shares."""
         if os.getpid() == self._process:
@@ -278,6 +286,7 @@ class TcpWorld(World):
                 problem = f"rank 0 cannot listen at {rendezvous} ({error.__cause__ or error}): "
             else:
                 self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
+                self._hosted = (rendezvous, job) if hosted.kept else None
         about: Message = {}
         welcome: Message | None = None
         while welcome is None:

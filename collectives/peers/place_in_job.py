@@ -121,8 +121,8 @@ class JobIdentity:
     agent : str
         torchrun's group rank where it has several agents, each of which launches a part of the ranks.
     launchers : tuple of Process
-        The process, then its ancestors that were started for this rank alone, as a wrapper is, then the one that
-        launched the rank; without init and its like.
+        The process, then its ancestors that were started for this rank alone, as a wrapper or a subshell is, then the
+        one that launched the rank; without init and its like.
     command : str
         Name of the launching process.
     orphan : bool
@@ -246,7 +246,7 @@ def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:
         if found and command in REAPERS:
             return tuple(found), "", True
         found.append((pid, born))
-        if len(found) > 1 and not _started_as(pid, rank):
+        if len(found) > 1 and not _started_as(pid, rank) and not _forked_from(pid, parent):
             return tuple(found), command, False
         if parent == 0:  # outside this container
             return tuple(found), "", True
@@ -259,5 +259,14 @@ def _started_as(pid: int, rank: str) -> bool:
         return bool(rank) and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
             b"\0"
         )
+    except OSError:
+        return False
+
+
+def _forked_from(pid: int, parent: int) -> bool:
+    """Return whether a process runs its parent's program with the same arguments, as a subshell does."""
+    try:
+        own, other = (Path(f"/proc/{one}/cmdline").read_bytes() for one in (pid, parent))
+        return own == other != b"" and os.readlink(f"/proc/{pid}/exe") == os.readlink(f"/proc/{parent}/exe")
     except OSError:
         return False

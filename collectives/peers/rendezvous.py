@@ -13,22 +13,24 @@ more takes part in the next *opening*, so all ranks must open theirs in one orde
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import select
 import selectors
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 
-from collectives.peers.address import Address, ahead_of_data, listen, parse_address
+from collectives.peers.address import Address, ahead_of_data, listen, number_of_host, parse_address
 from collectives.peers.peer_watchdog import stands_still
 from collectives.peers.place_in_job import JobIdentity
 from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, is_hello, pack
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 STRANGER_SECONDS = 10.0
 """Time in which a connection must say who it is."""
@@ -42,14 +44,20 @@ LINGER_SECONDS = 1.0
 _LISTENING: dict[str, Rendezvous] = {}
 """Those of this process by address."""
 
+_HOLDS: dict[str, Hold] = {}
+"""Those of this process by address."""
+
 _ONE = threading.Lock()
-"""Guards it."""
+"""Guards both."""
 
 
 def _forget() -> None:
     """Forget the listeners of the parent, in a process that was forked off."""
     global _ONE
     _LISTENING.clear()
+    for hold in _HOLDS.values():
+        hold.listener.close()  # the name is free once the parent has closed it too
+    _HOLDS.clear()
     _ONE = threading.Lock()
 
 
@@ -169,14 +177,20 @@ class Rendezvous:
         ------
         UsageError
             As `Rendezvous`.
+        BackendError
+            Another process holds the address (`Hold`).
         """
         name = str(parse_address(address))
         while True:
             with _ONE:
                 found = _LISTENING.get(name)
                 if found is None:
-                    found = Rendezvous(address, host=0, job=job).start()
-                    found._users = 1
+                    found = Rendezvous(address, host=0, job=job)
+                    reason = "" if name in _HOLDS else _ask_holder(name, job)
+                    if reason:
+                        found._close()
+                        raise BackendError(reason, rank=0)
+                    found.start()._users = 1
                     return found
                 if not found._closing.is_set():
                     found._users += found._users > 0  # else who has made it closes it
@@ -196,6 +210,11 @@ class Rendezvous:
             for one in list(self._openings)
             for rank, hello in dict(one.hub.hellos).items()
         }
+
+    @property
+    def kept(self) -> bool:
+        """Whether rank 0 has opened this one, at an address that it was not told by the job itself."""
+        return self._users > 0
 
     def start(self) -> Rendezvous:
         """Begin to serve; until then those that come wait."""
@@ -379,7 +398,7 @@ class Rendezvous:
             )
         if not is_hello(hello):
             raise ValueError("not a hello")
-        refusal = self._other_job(hello) or self._taken(hello)
+        refusal = self._belongs_elsewhere(hello) or self._taken(hello)
         if refusal:
             return refusal
         rank, size = int(hello["rank"]), int(hello["size"])
@@ -408,17 +427,15 @@ class Rendezvous:
         self._deliver(opening, posts)
         return ""
 
-    def _other_job(self, hello: Message) -> str:
-        """Return why a process of another job is refused; empty where it is not known to be of another one."""
+    def _belongs_elsewhere(self, hello: Message) -> str:
+        """Return why a process of another job is refused; empty if it is not known to be of another one."""
         if self._told:
             return ""
         job = JobIdentity.of_message(hello["job"])
         for known, who in self._jobs.values():
             if known.differs(job):
-                return (
-                    f"{self.address} serves {known} ({who}), and process {hello['pid']}, rank {hello['rank']}, belongs "
-                    f"to {job}; give each job another address (MASTER_PORT or TOPOPLAN_RENDEZVOUS), or, if this is one "
-                    "job, set TOPOPLAN_JOB to the same text for all of its ranks"
+                return _other_job(
+                    self.address, known, who, job, f"process {hello['pid']}, rank {hello['rank']}"
                 )
         # one for each host is enough: what launched its ranks is the same
         self._jobs.setdefault((job.host, job.agent), (job, f"process {hello['pid']}, rank {hello['rank']}"))
@@ -438,10 +455,7 @@ class Rendezvous:
             pid = int(taken[0].hub.hellos[rank]["pid"]) if taken else 0
         if not pid:
             return ""
-        reason = (
-            f"two processes came to {self.address} as rank {rank} (process ids {pid} and {hello['pid']}); give each "
-            "its own rank, or, if they belong to two jobs, give each job another address, or TOPOPLAN_JOB to its ranks"
-        )
+        reason = _two_processes(self.address, rank, pid, int(hello["pid"]))
         for opening in taken:
             self._deliver(opening, opening.hub.fail(reason))
         return reason
@@ -478,6 +492,128 @@ class Rendezvous:
             self._deliver(opening, opening.hub.lost(visitor.rank))
             if opening.end is None and opening.hub.complete and not opening.visitors:
                 self._finish(opening)
+
+
+def _other_job(address: str, known: JobIdentity, who: str, job: JobIdentity, process: str) -> str:
+    return (
+        f"{address} serves {known} ({who}), and {process}, belongs to {job}; give each job another address "
+        "(MASTER_PORT or TOPOPLAN_RENDEZVOUS), or, if this is one job, set TOPOPLAN_JOB to the same text for all of "
+        "its ranks"
+    )
+
+
+def _two_processes(address: str, rank: int, *pids: int) -> str:
+    return (
+        f"two processes came to {address} as rank {rank} (process ids {pids[0]} and {pids[1]}); give each its own "
+        "rank, or, if they belong to two jobs, give each job another address, or TOPOPLAN_JOB to its ranks"
+    )
+
+
+class Hold:
+    """Keeps an address for a job whose ranks have met there and do without the rendezvous since, on Linux.
+
+    Ranks that share memory leave the address to others, such as torch's store. A rank 0 of another job that comes there
+    later would pair with the ranks of this one that have not come yet, and this job's rank 0 with those of that one. So
+    it asks here first: a process of another job is refused, and one that nothing tells apart ends both. The hold is a
+    Unix socket without a path, which goes with its process; rank 0 has it while one of its communicators is open.
+
+    Parameters
+    ----------
+    address : str
+    job : JobIdentity
+    """
+
+    def __init__(self, address: str, job: JobIdentity) -> None:
+        self._address, self._job = address, job
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.fails: list[Callable[[str], None]] = []
+        try:
+            self.listener.bind(_name_of_hold(address))
+            self.listener.listen(16)
+        except OSError:
+            self.listener.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="rendezvous hold", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def take(address: str, job: JobIdentity, fail: Callable[[str], None]) -> Callable[[], None]:
+        """Hold an address until what this returns is called; ``fail`` is called with why two jobs must end."""
+        name = str(parse_address(address))
+        if sys.platform != "linux":
+            return lambda: None
+        with _ONE:
+            if name not in _HOLDS:
+                try:
+                    _HOLDS[name] = Hold(name, job)
+                except OSError:  # another process has taken it since rank 0 asked
+                    return lambda: None
+            hold, process = _HOLDS[name], os.getpid()
+            hold.fails.append(fail)
+
+        def release() -> None:
+            with _ONE:
+                if os.getpid() != process or fail not in hold.fails:
+                    return
+                hold.fails.remove(fail)
+                if hold.fails:
+                    return
+                del _HOLDS[name]
+            hold.close()
+
+        return release
+
+    def close(self) -> None:
+        """Give the address up."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                connection.settimeout(LINGER_SECONDS)
+                asked = json.loads(connection.recv(1 << 16))
+                self._answer(connection, JobIdentity.of_message(asked["job"]), int(asked["pid"]))
+
+    def _answer(self, connection: socket.socket, job: JobIdentity, pid: int) -> None:
+        if self._job.differs(job):
+            who = f"process {os.getpid()}, rank 0"
+            reason = _other_job(self._address, self._job, who, job, f"process {pid}, rank 0")
+            connection.sendall(reason.encode())
+            return
+        reason = _two_processes(self._address, 0, os.getpid(), pid)
+        for fail in list(self.fails):
+            fail(reason)
+        connection.sendall(reason.encode())
+
+
+def _name_of_hold(address: str) -> str:
+    where = parse_address(address)
+    number = number_of_host(where.host) if where.host else ""
+    return f"\0topoplan/{Address(number, where.port, where.path)}"[:100]
+
+
+def _ask_holder(address: str, job: JobIdentity) -> str:
+    """Return why rank 0 cannot have an address that another process holds; empty if none does."""
+    if sys.platform != "linux":
+        return ""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(STRANGER_SECONDS)
+        try:
+            asking.connect(_name_of_hold(address))
+            asking.sendall(json.dumps({"job": asdict(job), "pid": os.getpid()}).encode())
+            parts = []
+            while part := asking.recv(1 << 12):
+                parts.append(part)
+        except OSError:
+            return ""
+        return b"".join(parts).decode(errors="replace")
 
 
 def _hearing(opening: _Opening) -> bool:

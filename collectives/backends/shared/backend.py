@@ -139,6 +139,7 @@ class SharedBackend(OneRank):
         self.survivors = None
         self.then = []
         self._closed = False
+        self._intruded = ""
 
     @classmethod
     def from_environment(
@@ -175,7 +176,9 @@ class SharedBackend(OneRank):
         limit = timeout if meeting_timeout is None else meeting_timeout
         world = TcpWorld(rendezvous, rank, size, timeout=limit)
         try:
-            return cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
+            made = cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
+            made.then.append(world.hold_address(made._end_with))
+            return made
         finally:
             world.close()
 
@@ -218,6 +221,11 @@ class SharedBackend(OneRank):
             self._stops(error)
             raise
 
+    def _end_with(self, reason: str) -> None:
+        """End the job on all ranks, those too that do not wait for anything; from any thread."""
+        self._intruded = reason
+        self._world.tell(BackendError(reason, rank=self.ranks[0]))
+
     def close(self) -> None:
         """See `Backend.close`."""
         self._leave()
@@ -235,6 +243,8 @@ class SharedBackend(OneRank):
             self._segment.close()
 
     def _check_open(self) -> None:
+        if self._intruded:
+            raise BackendError(self._intruded, rank=self.ranks[0])
         if self._closed:
             raise BackendError(f"the {self.name} back end has ended; make a new one", rank=self.ranks[0])
 

@@ -37,7 +37,7 @@ from collectives.peers.blame import Waiting, blame
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peer_watchdog import process_state
 from collectives.peers.place_in_job import JobIdentity, job_identity
-from collectives.peers.rendezvous import Rendezvous, _hearing, _Opening, _Visitor, process_mark
+from collectives.peers.rendezvous import Hold, Rendezvous, _hearing, _Opening, _Visitor, process_mark
 from collectives.peers.rendezvous_client import Control, Watcher
 from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, pack
 from tests.support.hand_plans import forest_plan
@@ -387,6 +387,14 @@ def test_jobs_are_told_apart_by_what_their_launchers_set(
     assert job_identity(2, mine).differs(job_identity(2, theirs)) == differs
 
 
+def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
+    code = "from collectives.peers.place_in_job import job_identity; print(job_identity(2).launchers[-1][0])"
+    script = f"for r in 0 1; do (RANK=$r {sys.executable} -c '{code}'; true) & done; wait"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert len(done.stdout.split()) == 2, done.stderr
+    assert len(set(done.stdout.split())) == 1
+
+
 def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
     """Ranks of one script, each behind a wrapper of its own, have the script in common."""
     body = (
@@ -449,6 +457,76 @@ def test_a_rank_that_fails_to_meet_the_others_may_try_again() -> None:
     assert isinstance(meet((1, 2), meeting=address, timeout=0.1)[0], BackendError)
     assert "only 1 of 2" in str(meet((0, 2), meeting=address, timeout=0.2)[0])
     assert meet((0, 2), (1, 2), meeting=address) == [(0,), (1,)]
+
+
+COMES_AS_RANK_0 = """
+import sys
+from collectives.peers.over_rendezvous import TcpWorld
+from topoplan.errors import BackendError
+try:
+    TcpWorld(sys.argv[1], 0, 2, timeout=5)
+except BackendError as error:
+    print(error)
+"""
+
+
+def come_as_rank_0(address: str, **more: str) -> str:
+    """Return what rank 0 of another process is told."""
+    command = [sys.executable, "-c", COMES_AS_RANK_0, address]
+    done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_ranks_that_have_met_keep_their_address_from_another_rank_0_and_free_the_port() -> None:
+    """Ranks that share memory have closed the rendezvous: the rank 0 of another job found its port free."""
+    address = f"127.0.0.1:{free_port()}"
+    reasons: list[str] = []
+    mine = job_identity(2)
+    releases = [Hold.take(address, mine, reasons.append) for _ in range(2)]
+    socket.create_server(("127.0.0.1", parse_address(address).port)).close()
+    Rendezvous.shared(address, mine).release(None)  # another communicator of this process
+    assert not reasons
+    assert "belongs to job 'other'" in come_as_rank_0(address, TOPOPLAN_JOB="other")
+    assert not reasons, "the job goes on"
+    if Path("/proc").is_dir():
+        releases[0]()
+        assert "two processes came to" in (told := come_as_rank_0(address))
+        assert len(reasons) == 1, "the job ends too"
+        assert reasons[0] in told
+    for release in releases:
+        release()
+    assert "only 1 of 2 ranks came" in come_as_rank_0(address)
+
+
+@pytest.mark.thorough
+def test_a_second_job_over_shared_memory_ends_the_first_where_nothing_tells_them_apart() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    places = [threading.Thread(target=lambda rank=rank: be(rank)) for rank in range(2)]
+    told: dict[int, str] = {}
+    opened, came = threading.Barrier(3), threading.Event()
+
+    def be(rank: int) -> None:
+        plan = forest_plan(2, "allreduce", "chain")
+        with Communicator(plan, SharedBackend.met_at(address, rank, 2, timeout=20)) as comm:
+            comm.all_reduce(np.ones(3))
+            opened.wait()
+            came.wait()
+            try:
+                comm.all_reduce(np.ones(3))
+            except BackendError as error:
+                told[rank] = str(error)
+
+    for place in places:
+        place.start()
+    opened.wait()
+    reason = come_as_rank_0(address)
+    came.set()
+    for place in places:
+        place.join()
+    assert "two processes came to" in reason
+    assert sorted(told) == [0, 1]
+    assert all("two processes came to" in text for text in told.values())
 
 
 def test_rank_0_that_cannot_listen_says_who_does() -> None:
