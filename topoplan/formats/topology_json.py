@@ -114,8 +114,8 @@ def decode_json(text: str, what: str = "the topology") -> object:
     Raises
     ------
     TopologyError
-        The text is not JSON: NaN and Infinity are no numbers, and a key stands once in an object. Or it is nested too
-        deep, or has an integer of thousands of digits.
+        The text is not JSON, a key stands twice in an object, it is nested too deep, or an integer has thousands of
+        digits. NaN and Infinity are read, and refused by the field that holds them.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def decode_json(text: str, what: str = "the topology") -> object:
     topoplan.errors.TopologyError: the topology is not JSON: key 'a' stands twice in an object; write it once
     """
     try:
-        value: object = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
+        value: object = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise TopologyError(f"{what} is not JSON that can be read: it is nested too deep") from None
     except (json.JSONDecodeError, _RefusedError) as error:
@@ -133,10 +133,6 @@ def decode_json(text: str, what: str = "the topology") -> object:
         # Python reads integers of at most some thousand digits.
         raise TopologyError(f"{what} is not JSON that can be read: an integer has too many digits") from None
     return value
-
-
-def _no_number(word: str) -> float:
-    raise _RefusedError(f"{word} is not a number of JSON")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

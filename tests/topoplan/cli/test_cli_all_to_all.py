@@ -73,7 +73,7 @@ def test_a_demand_is_planned_in_the_time_of_its_cut(
     ("text", "message"),
     [
         ('{"bytes": [[0, -1], [1, 0]]}', "the demand from rank 0 to rank 1 is -1"),
-        ('{"bytes": [[0, NaN], [1, 0]]}', "NaN is not a number of JSON"),
+        ('{"bytes": [[0, NaN], [1, 0]]}', "the demand from rank 0 to rank 1 is nan"),
         ('{"bytes": [[0, 1, 2], [1, 0, 2], [1, 2, 0]]}', "the demand has 3 rows of 3 entries for 2 ranks"),
         ('{"bytes": [[0, "1"], [1, 0]]}', "is no demand; give"),
         ('{"bytes": 4}', "is no demand; give"),

@@ -191,7 +191,7 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         (lambda v: v.update(channels=["nvlink", "tin"]), "channel 'tin' is unknown"),
         (lambda v: v.update(rate="85.7"), "rate must be a number of zero or more, not '85.7'"),
         (lambda v: v.update(rate=-1), "rate must be a number of zero or more, not -1"),
-        (lambda v: v.update(bound=float("nan")), "NaN is not a number of JSON"),
+        (lambda v: v.update(bound=float("nan")), "bound must be a number of zero or more, not nan"),
         (lambda v: v.update(notes=[1]), "notes must be a text, not 1"),
         (lambda v: v.update(schedule="\ud800"), "schedule must be a text"),
         (lambda v: v.update(certificate={"kind": "oath"}), "certificate kind 'oath' is unknown"),
