@@ -364,49 +364,38 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
 
 
 def _above(one: JudgedRow, found: Reachable, rate: float) -> tuple[str, str] | None:
-    """Kind and words of the assumption that falls where a rate is above all schedules, or above NCCL's; None else."""
+    """Return kind and words of the assumption that is wrong if a rate exceeds the bound, or NCCL's best; else None."""
     if rate > found.best * ABOVE:
-        return (
-            "above",
-            f"{rate:.4g} GB/s is more than any schedule can over these wires ({found.best:.4g}): "
-            f"{fallen_assumption(found, rate)}",
+        what = f"more than any schedule can over these wires ({found.best:.4g})"
+        return "above", f"{rate:.4g} GB/s is {what}: {fallen_assumption(found, rate)}"
+    if found.nccl_best and rate > found.nccl_best * ABOVE:
+        what = (
+            f"{100 * rate / found.nccl_best:.1f}% of NCCL's best ({found.nccl[0][0] if found.nccl else ''})"
         )
-    for kind, most, what in (
-        ("above a little", found.best, "what any schedule can"),
-        (
-            "above NCCL",
-            found.nccl_best or float("inf"),
-            f"NCCL's best ({found.nccl[0][0] if found.nccl else ''})",
-        ),
-    ):
-        # as percentages are printed, with one digit
-        if rate < most * 1.0005:
-            continue
-        nics = found.nics
-        if kind == "above a little" and found.in_network is not None:
-            why = fallen_assumption(found, rate)
-        elif nics is not None:
-            why = (
-                f"it takes {nics.one * rate / most:.4g} GB/s of each NIC, where the machine states {nics.one:.4g} "
-                "(a NIC of 400 Gb/s measures up to 49 GB/s in a Gen5 slot), or a schedule that is not listed"
-            )
-        else:
-            why = "it takes more of the links than the machine states, or a schedule that is not listed"
-        return kind, f"{rate:.4g} GB/s is {100 * rate / most:.1f}% of {what}: {why}"
+        why = f"{_more_than_stated(found, rate / found.nccl_best)}, or a schedule that is not listed"
+        return "above NCCL", f"{rate:.4g} GB/s is {what}: {why}"
     return None
 
 
-def fallen_assumption(found: Reachable, rate: float) -> str:
-    """Which assumption of a bound is wrong where a measurement in GB/s exceeds it."""
-    other = "the machine has more than was stated, or these GPUs are not the ones that ran"
-    if found.in_network is None:
-        return other
-    told = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
+def _more_than_stated(found: Reachable, times: float) -> str:
+    """Return what links carry in a measurement that is so many times what they are stated to carry."""
+    if found.nics is None:
+        return f"it takes {100 * times - 100:.1f}% more of the links than the machine states"
     return (
-        f"{told}; --in-network nvswitch takes it in"
-        if rate <= found.in_network * ABOVE
-        else f"{told}, and {other}"
+        f"it takes {found.nics.one * times:.4g} GB/s of each NIC, where the machine states {found.nics.one:.4g} "
+        "(a NIC of 400 Gb/s measures up to 49 GB/s in a Gen5 slot)"
     )
+
+
+def fallen_assumption(found: Reachable, rate: float) -> str:
+    """Return which assumption of a bound is wrong if a measurement in GB/s exceeds it."""
+    if found.in_network is not None:
+        told = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
+        if rate <= found.in_network * ABOVE:
+            return f"{told}; --in-network nvswitch takes it in"
+    else:
+        told = _more_than_stated(found, rate / found.best)
+    return f"{told}, or the machine has more than was stated, or these GPUs are not the ones that ran"
 
 
 def nic_words(row: JudgedRow) -> str | None:

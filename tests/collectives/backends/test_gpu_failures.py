@@ -165,9 +165,20 @@ def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) 
     plan = forest_plan(2, "allreduce", "star")
 
     def task(comm: Communicator, rank: int) -> Any:
-        with pytest.raises(BackendError):
-            comm.all_reduce(cupy.zeros(4 + rank, dtype=np.float32))
+        if rank == 0:
+            threading.Timer(0.3, lambda: setattr(machine, "async_error", "remote process gone")).start()
+        stuck = cupy.cuda.Stream(non_blocking=True)
+        stuck.do(lambda: False)
+        with stuck, pytest.raises(BackendError):
+            comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+
+    def usable(comm: Communicator, rank: int) -> Any:
+        with pytest.raises(BackendError, match="runs another collective"):
+            comm.all_reduce(cupy.zeros(4 + rank, dtype=np.float32))
+        return comm.all_reduce(cupy.asarray(np.ones(4, dtype=np.float32))).get().tolist()
+
+    assert outcome(on_every_rank(cupy, plan, usable)) == [[2.0] * 4] * 2
 
     results = on_every_rank(cupy, plan, task)
     assert all("failed in an earlier collective" in str(result) for result in results)

@@ -124,8 +124,7 @@ def test_a_wrong_place_for_the_result_is_refused_as_in_the_first_call(
         comm.all_reduce(np.ones(4), out=np.empty(4))
         with pytest.raises((UsageError, BackendError)) as caught:
             comm.all_reduce(np.ones(4), out=out if rank == 0 else np.empty(4))
-        with pytest.raises(BackendError, match="make a new one"):
-            comm.all_reduce(np.ones(4))
+        assert comm.all_reduce(np.ones(4)).tolist() == [2.0] * 4
         return str(caught.value)
 
     found = in_ranks(forest_plan(2, "allreduce", "star"), body)
