@@ -571,7 +571,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         execution = self._members.now
         if execution is not None and self.one_rank:
-            execution.abort(f"rank {self.rank} has aborted its communicator: {reason}; make a new one")
+            execution.abort(f"rank {self.rank} aborted the communicator: {reason}; make a new one")
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""

@@ -34,7 +34,10 @@ SIOCGIFADDR = 0x8915
 REACH_SECONDS = 1.0
 """Time for a connection to one of a machine's addresses."""
 
-NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
+NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, FileNotFoundError)
+
+CLOSED_MEANWHILE = (errno.ENOTCONN, errno.EINVAL)
+"""What a connection answers to a question about its ends once the listener has closed before it accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +150,8 @@ def connect(address: Address, deadline: float, *, look: Callable[[], None] | Non
         left = deadline - time.monotonic()
         try:
             made = _try_connect(address, max(left, RETRY_SECONDS))
-            if address.path or made.getsockname() != made.getpeername():
+            if _has_two_ends(made, address):
                 return made
-            # on an unused port of this machine a socket can meet itself
             made.close()
             problem = "nobody listens"
         except NOT_THERE_YET as error:
@@ -163,6 +165,19 @@ def connect(address: Address, deadline: float, *, look: Callable[[], None] | Non
                 f"nobody listens at the rendezvous {address} ({problem}); start rank 0, which listens there"
             )
         time.sleep(min(RETRY_SECONDS, max(left, 0.0)))
+
+
+def _has_two_ends(made: socket.socket, address: Address) -> bool:
+    """Return whether a connection leads to another socket that has not closed it before accepting it.
+
+    A socket can connect to itself on an unused port of this machine.
+    """
+    try:
+        return bool(address.path) or made.getsockname() != made.getpeername()
+    except OSError as error:
+        if error.errno not in CLOSED_MEANWHILE:
+            raise
+        return False
 
 
 def ahead_of_data(connection: socket.socket) -> None:

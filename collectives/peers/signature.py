@@ -153,10 +153,9 @@ and arrays of one shape and dtype
         return RefusedError(text, rank=rank, peer=peer, by_all=by_all, next_call=next_call)
     usual = Counter(signatures).most_common(1)[0][0]
     peer, other = next((place, one) for place, one in enumerate(signatures) if one != usual)
-    differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
     fields = ", ".join(
         f"{name} {getattr(other, name)!r} instead of {getattr(usual, name)!r}"
-        for name in [name for name in differing if name not in _FOLLOWS] or differing
+        for name in _telling_fields(other, usual)
     )
     return RefusedError(
         f"rank {peer} runs another collective: {fields}; "
@@ -165,6 +164,17 @@ and arrays of one shape and dtype
         peer=peer,
         next_call=next_call,
     )
+
+
+def _telling_fields(other: Signature, usual: Signature) -> list[str]:
+    """Return the fields that explain a difference: not those that follow from it, or that one of the two leaves out."""
+    differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
+    if "collective" in differing:
+        return ["collective"]
+    both = [name for name in differing if getattr(other, name) != "" != getattr(usual, name)]
+    if "" in (other.dtype, usual.dtype):  # a call that has no plan gives neither type nor count
+        both = [name for name in both if name != "count"]
+    return [name for name in both if name not in _FOLLOWS] or differing
 
 
 @lru_cache(maxsize=64)

@@ -251,7 +251,7 @@ class PlannedGroup(GroupCollectives):
     def abort(self) -> None:
         """Abort what is under way, by plan or not: whoever waits for it raises."""
         if self.communicator is not None:
-            self.communicator.abort("the process group is aborted")
+            self.communicator.abort("its process group was aborted")
         if self.carrier is not self.inner:
             self.carrier.abort()
         self.inner.abort()

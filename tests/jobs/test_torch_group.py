@@ -97,4 +97,4 @@ def test_abort_wakes_a_wait_with_an_error_that_names_it(told: Told) -> None:
     waited, later = told[0]["aborted"]
     for text in (waited, later):
         assert text.startswith("BackendError: ")
-        assert "rank 0 has aborted its communicator: the process group is aborted" in text
+        assert "rank 0 aborted the communicator: its process group was aborted" in text

@@ -64,7 +64,10 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
         found = [nic for nic in every if _is_named(nic, name, exact=bool(match[2]))]
         if not found:
             names = ", ".join(_told(nic) for nic in every)
-            raise UsageError(f"nics: {name} is not a NIC of {machine.name}, which has {names[:300]}")
+            legend = (
+                "" if any(nic.fact("adapter") for nic in every) else "; it has no adapter names (NIC Legend)"
+            )
+            raise UsageError(f"nics: {name} is not a NIC of {machine.name}, which has {names[:300]}{legend}")
         named |= {nic.name for nic in found}
         longer = [_told(nic) for nic in found if name not in (nic.name, nic.fact("adapter"))]
         if longer and len(longer) < len(found):

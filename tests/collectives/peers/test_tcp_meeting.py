@@ -24,12 +24,14 @@ import pytest
 from collectives import Communicator
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.peers import address
 from collectives.peers.address import (
     INTERACTIVE,
     LOW_DELAY,
     Address,
     ahead_of_data,
     connect,
+    listen,
     parse_address,
     processes_seen,
 )
@@ -40,6 +42,7 @@ from collectives.peers.place_in_job import JobIdentity, job_identity
 from collectives.peers.rendezvous import Hold, Rendezvous, _hearing, _Opening, _Visitor, process_mark
 from collectives.peers.rendezvous_client import Control, Watcher
 from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, pack
+from collectives.peers.signature import Signature, disagreement
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
@@ -234,6 +237,27 @@ def test_something_else_at_the_rendezvous_is_an_error(answer: bytes, message: st
         with pytest.raises(BackendError, match=message):
             TcpBackend(0, 2, rendezvous=f"127.0.0.1:{listener.getsockname()[1]}", timeout=2)
         thread.join()
+
+
+def test_a_listener_that_closes_before_it_accepts_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stood in its backlog, and was reset before this rank had looked at its ends."""
+    where = Address("127.0.0.1", free_port())
+    first = listen(where)
+    second: list[socket.socket] = []
+    try_connect = address._try_connect
+
+    def meanwhile(asked: Address, seconds: float) -> socket.socket:
+        made = try_connect(asked, seconds)
+        if not second:
+            first.close()
+            time.sleep(0.05)
+            second.append(listen(where))
+        return made
+
+    monkeypatch.setattr(address, "_try_connect", meanwhile)
+    with connect(where, time.monotonic() + 20) as made:
+        assert made.getpeername() == ("127.0.0.1", where.port)
+    second[0].close()
 
 
 def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
@@ -527,6 +551,19 @@ def test_a_second_job_over_shared_memory_ends_the_first_where_nothing_tells_them
     assert "two processes came to" in reason
     assert sorted(told) == [0, 1]
     assert all("two processes came to" in text for text in told.values())
+
+
+def test_fields_that_one_call_leaves_out_do_not_explain_a_difference() -> None:
+    usual = Signature(3, "12ab", 2, "allreduce", None, "sum", "float32", 64, 64, shape="8x8")
+    for other, told in (
+        (replace(usual, op="band", dtype="", shape="", count=0), "op 'band' instead of 'sum'; give"),
+        (replace(usual, collective="broadcast", root=0, op=None, dtype=""), "collective 'broadcast' instead"),
+        (replace(usual, shape="64"), "shape '64' instead of '8x8'; give"),
+    ):
+        error = disagreement([usual, other], rank=0)
+        assert error is not None
+        assert told in str(error)
+        assert "''" not in str(error)
 
 
 def test_rank_0_that_cannot_listen_says_who_does() -> None:
