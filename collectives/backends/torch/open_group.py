@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from collectives.peers.error_rounds import Gather
 from topoplan.errors import BackendError, UsageError
@@ -95,7 +96,7 @@ def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
     The store outlives a group that is destroyed, and so do the addresses that its ranks have put there. Each rank's
     number of groups lies there too, so it is forgotten with the store.
     """
-    made, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+    made, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
     _STORES[:] = [made]
     made.set_timeout(timeout)
     number = made.add(f"topoplan/groups of rank {rank}", 1)
