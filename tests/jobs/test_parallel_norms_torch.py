@@ -91,7 +91,7 @@ def test_a_rank_whose_layers_change_later_ends_all_of_them_before_parameters_mov
 ) -> None:
     for one in told:
         kind, message, unmoved = one["disagreements"]["later"]
-        assert kind == "BackendError"
+        assert kind == "RefusedError"
         assert "rank 1 runs another collective" in message
         assert unmoved
 
