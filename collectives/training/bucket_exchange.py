@@ -223,8 +223,11 @@ class BucketExchange:
         self._empty: dict[int, list[Any]] = {}
         self._missing = [len(one.bucket.members) for one in self._memory]
         self._handles: list[Handle[Any]] = []
+        self._comm.end_batch()
 
     def _start(self, memory: BucketMemory) -> None:
+        if not self._handles:
+            self._comm.begin_batch()
         with self._about(memory.bucket):
             if self.presence is not None:
                 self.presence.ask(self._recorder.step)
@@ -240,20 +243,24 @@ class BucketExchange:
         try:
             yield
         except Exception as error:
-            self._give_up()
+            self.give_up()
             if isinstance(error, TopoplanError):
                 about = f"bucket {bucket.number} of {len(self._memory)}"
                 raise in_bucket(error, step=self._recorder.step, bucket=about) from error
             raise
 
-    def _give_up(self) -> None:
-        """The step is lost: what was started ends, well or not, and the caller's arrays are let go."""
+    def give_up(self) -> None:
+        """The step is lost: what was started ends, well or not, and the caller's arrays are let go.
+
+        What is kept of gradients is as before the step.
+        """
         for handle in self._handles:
             with contextlib.suppress(Exception):
                 handle.wait()
         for memory in self._memory:
             memory.forget()
         self._begin()
+        self._averager.give_up()
 
 
 def _key(bucket: Bucket) -> str:
