@@ -146,7 +146,7 @@ class Handle(Generic[Result]):
 
 
 class Batch:
-    """Collectives that belong together, as the buckets of a step: where one is refused, the later ones exchange nothing.
+    """Collectives of one training step: where one is refused, the later ones exchange nothing.
 
     A rank that refuses one starts no later one. Its peers may have queued them already.
 

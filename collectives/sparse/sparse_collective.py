@@ -113,7 +113,7 @@ class SparseCollective:
             lines = [arrays.values(arrays.widened(one, asked.dtype)) for one in asked.inputs]
             if not all(map(arrays.bounded, lines)):
                 return
-            for one, line in zip(residuals, lines, strict=True):
+            for one in residuals:
                 one.follow(arrays)
                 one.rescale(asked.loss_scale)
             self._begin(asked.key, residuals)

@@ -341,10 +341,10 @@ class GoingOnExchange(BucketExchange):
 
     def _complete(self) -> None:
         """Wait for all averages of this step."""
+        for one in self._held:
+            one.wait()  # raises the error of an earlier bucket first
         if self._failure is not None:
             raise self._failure
-        for one in self._held:
-            one.wait()
         self._averager.settle()
         self._behind = self._marked()
 

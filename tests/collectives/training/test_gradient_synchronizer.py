@@ -610,10 +610,14 @@ def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
                     mine = gradients(99)
                     if how == "shape" and rank == 1:
                         mine[2 - bucket] = np.ones(3)
-                    with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+
+                    def lost(mine: list[NDArray[Any]] = mine) -> None:
                         for index in (2, 1, 0):
                             own.ready(index, mine[index])
                         own.wait()
+
+                    with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                        lost()
                     wrong[0] = False
                 assert own.recorder.step == step
                 found.append([one.tolist() for one in own.step(gradients(step))])
