@@ -729,7 +729,9 @@ def topoplan_hook(
         by DDP's reducer, but by FSDP or by the Python reducer of compiled DDP.
     BackendError
         In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
-        rank, the peer, the step of training and the bucket. DDP and the process group must then be made anew.
+        rank, the peer, the step of training and the bucket. DDP must then be made anew, and the process group too,
+        except after a `RefusedError`: the same on all ranks, where one of them has refused a bucket. What is kept of
+        gradients is then as before the step.
     """
     if not isinstance(state, HookState):
         raise UsageError(
