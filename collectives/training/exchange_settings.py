@@ -67,10 +67,14 @@ class LossScale:
     """
 
     def __init__(self, given: GivenScale | None = None) -> None:
-        self.given = given is not None
+        self.use(given)
+
+    def use(self, given: GivenScale | None) -> None:
+        """Take another one from now on; raises as the constructor, and the one before stays then."""
         found = getattr(given, "get_scale", given)
         if not (found is None or callable(found)):
             self._checked(found)
+        self.given = given is not None
         self._found = 1.0 if found is None else found
 
     def __call__(self) -> float:

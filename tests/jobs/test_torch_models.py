@@ -60,6 +60,12 @@ def test_a_copied_or_pickled_state_goes_on_where_the_other_one_was(models: Told)
         refused, apart = found.pop("of a group")
         assert refused.startswith("UsageError: a HookState with group= cannot be pickled")
         assert apart
+        for name in ("with a scaler", "with its method"):
+            shared, refused, scale = found.pop(name)
+            assert (shared, scale) == (True, 8.0)
+            assert refused.startswith(
+                "UsageError: this HookState was loaded without the object that knows its loss"
+            )
         assert len(found) == 8
         for how in found.values():
             assert how["before"] == [True, 4, 5]

@@ -11,6 +11,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,20 @@ def copies() -> dict[str, Any]:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     found["saved"] = bits(loaded.module) == bits(averaged.module.module) == bits(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaled = HookState(density=0.2, loss_scale=scaler)
+    state = scaled.state_dict()
+    for name, loss_scale in (("a scaler", scaler), ("its method", scaler.get_scale)):
+        scaled.loss_scale = loss_scale
+        shared = copy.deepcopy(scaled).loss_scale is loss_scale
+        again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scaled))))
+        refused = told(partial(again.load_state_dict, state))
+        again.loss_scale = loss_scale
+        again.load_state_dict(state)
+        kept = again.buckets.averager.scale
+        again.close()
+        found[f"with {name}"] = [shared, refused, kept]
+    scaled.close()
     group = dist.new_group([0, 1])
     own = HookState(group=group)
     found["of a group"] = [told(lambda: pickle.dumps(own)), copy.deepcopy(own).communicator is None]
