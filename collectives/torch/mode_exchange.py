@@ -124,7 +124,7 @@ class ModeExchange:
             return  # it stays as it is
         own = buffer.coalesce()
         whole = own.to_dense()
-        line = whole.view(-1)
+        line = _real_line(whole)
         self._averager.start(key, line, out=line)
         buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 

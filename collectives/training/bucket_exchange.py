@@ -284,8 +284,8 @@ def in_bucket(error: TopoplanError, *, step: int, bucket: str, rank: int | None 
     --------
     >>> in_bucket(BackendError("the peer died", rank=0, peer=1, step=5), step=7, bucket="bucket 2 of 3")
     BackendError('training step 7, bucket 2 of 3: rank 0, peer 1, step 5: the peer died')
-    >>> in_bucket(UsageError("element 3 is NaN"), step=7, bucket="bucket 2 of 3", rank=4)
-    BackendError('training step 7, bucket 2 of 3: rank 4: element 3 is NaN')
+    >>> in_bucket(UsageError("density(7) raised ValueError: no"), step=7, bucket="bucket 2 of 3", rank=4)
+    BackendError('training step 7, bucket 2 of 3: rank 4: density(7) raised ValueError: no')
     """
     named = isinstance(error, BackendError) and error.rank is not None
     told = f"{error}" if rank is None or named else f"rank {rank}: {error}"

@@ -83,7 +83,7 @@ def _refused(group: Any, **options: Any) -> Any:
 
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             """Return it."""
-            return sum(layer(given) for layer in self.layers)  # type: ignore[return-value]
+            return torch.stack([layer(given) for layer in self.layers]).sum(0)
 
     error, averages = None, []
     for steps in (2, 3):
@@ -97,9 +97,12 @@ def _refused(group: Any, **options: Any) -> Any:
             except BackendError as raised:
                 error = f"{type(raised).__name__}: {raised}"
             else:
-                averages.append([float(one.weight.grad.unique().item()) for one in network])
+                averages.append(
+                    [float(one.grad.unique().item()) for one in network.parameters() if one.grad is not None]
+                )
         del ddp
     kept = max(float(one.abs().max()) for one in state.state_dict()["residuals"].values() or [torch.zeros(1)])
+    assert state.communicator is not None
     told = {"error": error, "averages": averages, "kept": kept, "notes": list(state.communicator.notes)}
     state.close()
     return told

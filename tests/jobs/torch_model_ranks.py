@@ -236,14 +236,14 @@ def copies() -> dict[str, Any]:
     found["saved"] = bits(loaded.module) == bits(averaged.module.module) == bits(network)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaled = HookState(density=0.2, loss_scale=scaler)
-    state = scaled.state_dict()
+    unscaled = scaled.state_dict()
     for name, loss_scale in (("a scaler", scaler), ("its method", scaler.get_scale)):
         scaled.loss_scale = loss_scale
         shared = copy.deepcopy(scaled).loss_scale is loss_scale
         again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scaled))))
-        refused = told(partial(again.load_state_dict, state))
+        refused = told(partial(again.load_state_dict, unscaled))
         again.loss_scale = loss_scale
-        again.load_state_dict(state)
+        again.load_state_dict(unscaled)
         kept = again.buckets.averager.scale
         again.close()
         found[f"with {name}"] = [shared, refused, kept]
