@@ -46,6 +46,14 @@ def test_sparse_embeddings_are_averaged_by_rows_in_every_way(models: Told) -> No
     assert max(away.values()) < 1.0
 
 
+def test_complex_rows_are_averaged_exactly_also_late(models: Told) -> None:
+    own, common = [[-3.0, 6.0]] * 2, [[-6.0, 12.0]] * 2
+    empty = [[0.0, 0.0]] * 2
+    for one in models:
+        for rows in one["complex_rows"].values():
+            assert rows == [own, own, empty, common, empty, empty]
+
+
 def test_a_sparse_embedding_that_some_or_all_ranks_leave_out_needs_nothing_from_them(models: Told) -> None:
     found = models[0]["sparse_embeddings"]
     assert furthest(found["unused, alone"], found["unused"]) < 1e-5

@@ -130,6 +130,33 @@ class Tables(nn.Module):
         return (self.out((hidden.to(torch.complex64) @ self.turn).abs()) - 1).square().mean()
 
 
+class Rows(nn.Embedding):
+    """Rows of complex numbers, whose gradient is sparse; `nn.Embedding` itself has none of them."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return self.weight.gather(0, rows[:, None].expand(-1, self.embedding_dim), sparse_grad=True)
+
+
+def complex_rows() -> dict[str, Any]:
+    """Six steps in which each rank uses its own row and a common one, by stale gradients and at once."""
+    found = {}
+    for name, mode in (("in step", "bsp"), ("stale", "ssp:1")):
+        table = Rows(6, 2, sparse=True, dtype=torch.complex64)
+        nn.init.zeros_(table.weight)
+        state, model = HookState(mode=mode), DistributedDataParallel(table)
+        state.register(model)
+        optimiser = torch.optim.SGD(table.parameters(), lr=1.0)
+        for _ in range(6):
+            optimiser.zero_grad()
+            (model(torch.tensor([dist.get_rank(), 3])) * (1 + 2j)).real.sum().backward()
+            optimiser.step()
+        state.finish()
+        state.close()
+        found[name] = torch.view_as_real(table.weight.detach()).tolist()
+    return found
+
+
 def sparse_embeddings() -> dict[str, Any]:
     """Train by every way, beside DDP alone; and with tables that some ranks or all leave out in some steps."""
     found: dict[str, Any] = {}
@@ -324,6 +351,7 @@ def buffers() -> dict[str, Any]:
 
 STAGES: tuple[Callable[[], dict[str, Any]], ...] = (
     complex_parameters,
+    complex_rows,
     sparse_embeddings,
     copies,
     misplaced,
