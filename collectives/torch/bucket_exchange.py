@@ -121,6 +121,8 @@ class BucketExchange:
             for handle in running:
                 with suppress(Exception):
                     handle.wait()
+            if self.presence is not None:
+                self.presence.give_up()
             self._averager.give_up()
 
     def _start(self, bucket: Bucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:

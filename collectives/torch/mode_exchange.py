@@ -109,6 +109,7 @@ class ModeExchange:
                 self._end_step()
         except TopoplanError:
             self._apart.steps = 0
+            averager.give_up()
             raise
         future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None

@@ -260,6 +260,8 @@ class BucketExchange:
         for memory in self._memory:
             memory.forget()
         self._begin()
+        if self.presence is not None:
+            self.presence.give_up()
         self._averager.give_up()
 
 

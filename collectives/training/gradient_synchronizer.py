@@ -266,7 +266,11 @@ class GradientSynchronizer:
         self._exchange.put(index, arrays, None)
 
     def wait(self, *, out: Any = None) -> Any:
-        """End the step: the averages of the gradients that were given with `ready`; all as in `step`."""
+        """End the step: the averages of the gradients that were given with `ready`; all as in `step`.
+
+        Where ``out`` alone does not fit, no other rank waits for this one: the step goes on, and `wait` ends it when it
+        is called again.
+        """
         with self._refusing():
             missing = sorted(set(range(len(self._shapes))) - self._exchange.given)
             if missing:
@@ -274,7 +278,10 @@ class GradientSynchronizer:
                 raise UsageError(
                     f"not given in this step: gradient {listed}; where there is none, give zeros"
                 )
+        try:
             outs = None if out is None else self._shapes.lists(out, "out array")
+        except UsageError as error:
+            raise UsageError(f"training step {self.recorder.step}: {error}") from error
         return self._finished(outs)
 
     @contextlib.contextmanager

@@ -654,6 +654,45 @@ def test_a_step_that_one_rank_refuses_leaves_no_trace_in_those_behind_it(
     assert found[0][0] == found[1][0]
 
 
+def test_an_out_array_that_does_not_fit_when_all_is_exchanged_loses_no_step() -> None:
+    def body(backend: TcpBackend, rank: int) -> list[list[float]]:
+        own = GradientSynchronizer([np.zeros(3)], forest_plan(2, "allreduce", "chain"), backend=backend)
+        with own:
+            own.ready(0, np.full(3, 2.0 * rank))
+            if rank == 1:
+                with pytest.raises(UsageError, match="training step 0: rank 1: out array 0 has shape"):
+                    own.wait(out=[np.zeros(2)])
+            return [own.wait()[0].tolist(), own.step([np.full(3, 4.0 * rank)])[0].tolist()]
+
+    assert backends_in_threads(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
+
+
+def test_who_has_data_is_asked_anew_for_a_step_that_was_lost() -> None:
+    """Rank 1 has run out of data when a step is made again that it has refused."""
+
+    def body(backend: TcpBackend, rank: int) -> tuple[list[float], int]:
+        refuses = [rank == 1]
+
+        def density(step: int) -> float:
+            if refuses[0] and "own" in made:
+                raise ValueError("not known")
+            return 1.0
+
+        made: dict[str, GradientSynchronizer] = {}
+        plan, used = forest_plan(2, "allreduce", "chain"), []
+        with GradientSynchronizer([np.zeros(3)], plan, backend=backend, density=density) as own:
+            made["own"] = own
+            with own.join(use=lambda averages: used.append(averages[0].tolist())):
+                with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                    own.step([np.full(3, 8.0)])
+                refuses[0] = False
+                if rank == 0:
+                    used.append(own.step([np.full(3, 6.0)])[0].tolist())
+            return used[0], own.recorder.step
+
+    assert backends_in_threads(2, body) == [([6.0] * 3, 1)] * 2
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000])
 @pytest.mark.parametrize(
     "options",
