@@ -16,7 +16,7 @@ from collectives.backends.backend import Backend, Captures, GivesMemory, Splits,
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.dense_collectives import DenseCollectives
 from collectives.communicator.going_on import CANNOT, Terms, can_go_on, come
-from collectives.communicator.handle import Handle, InOrder, Outcome
+from collectives.communicator.handle import Batch, Handle, InOrder, Outcome
 from collectives.communicator.members import Members
 from collectives.communicator.sparse_collectives import SparseCollectives
 from collectives.communicator.watching import LEAST_BYTES, MODES, check_watched
@@ -554,6 +554,18 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         return self._in_order.submit(run)
 
+    def begin_batch(self) -> None:
+        """Refuse the collectives that are started from now on together, until `end_batch`.
+
+        Where one of them is refused, the later ones raise the same `RefusedError` and exchange nothing. All ranks must
+        start the same collectives between the two calls, up to one that is refused.
+        """
+        self._in_order.batch = Batch()
+
+    def end_batch(self) -> None:
+        """End what `begin_batch` has begun, also where some of it still runs; calling it twice is fine."""
+        self._in_order.batch = None
+
     def gather_beside(self, text: str) -> list[str]:
         """As `gather_texts`, called in a task of `beside`."""
         return self._open().gather_texts(text)
@@ -607,7 +619,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         What the plans' transfers carry: each chunk that crosses a tree edge once. Where ranks share memory, less moves.
         """
-        return self._in_order.run(lambda: self._open().traffic.sent)
+        return self._in_order.run(lambda: self._open().traffic.sent, exchanges=False)
 
     @contextmanager
     def trace(self) -> Iterator[list[Step]]:
@@ -624,12 +636,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         backend = self._open().backend
         steps: list[Step] = []
         if isinstance(backend, Traces):
-            self._in_order.run(partial(backend.trace, steps))
+            self._in_order.run(partial(backend.trace, steps), exchanges=False)
         try:
             yield steps
         finally:
             if isinstance(backend, Traces):
-                self._in_order.run(partial(backend.trace, None))
+                self._in_order.run(partial(backend.trace, None), exchanges=False)
 
     def settled(self, nbytes: int) -> bool:
         """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.

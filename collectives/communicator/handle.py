@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.numpy_arrays import NumpyArrays
+from topoplan.errors import RefusedError
 
 if TYPE_CHECKING:
     from collectives.sparse.explanation import Explanation
@@ -144,6 +145,34 @@ class Handle(Generic[Result]):
         return result
 
 
+class Batch:
+    """Collectives of one training step: where one is refused, the later ones exchange nothing.
+
+    A rank that refuses one starts no later one. Its peers may have queued them already.
+
+    Attributes
+    ----------
+    refused : RefusedError or None
+        The error of the first refused collective; the later ones raise it too.
+    """
+
+    refused: RefusedError | None = None
+
+    def guarded(self, task: Callable[[], Result]) -> Callable[[], Result]:
+        """Return a task that raises the error of an earlier one in place of running."""
+
+        def run() -> Result:
+            if self.refused is not None:
+                raise self.refused
+            try:
+                return task()
+            except RefusedError as error:
+                self.refused = error
+                raise
+
+        return run
+
+
 class InOrder:
     """Runs tasks one after another: in the background, or at once where nothing is in the background.
 
@@ -158,20 +187,31 @@ class InOrder:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
+        self.batch: Batch | None = None
+        """The batch of the exchanges that are started from now on."""
 
-    def run(self, task: Callable[[], Result]) -> Result:
-        """The task's result, after everything that was submitted before."""
+    def run(self, task: Callable[[], Result], *, exchanges: bool = True) -> Result:
+        """The task's result, after everything that was submitted before.
+
+        A task that exchanges nothing is in no batch.
+        """
         if self._last is not None and not self._last.done():
-            return self.submit(task).wait()
+            return self.submit(task, exchanges=exchanges).wait()
+        if self.batch is not None and exchanges:
+            task = self.batch.guarded(task)
         with self._one, self._arrays.ordered():
             result = task()
         self._arrays.received(result)
         return result
 
-    def submit(self, task: Callable[[], Result], outcome: Outcome | None = None) -> Handle[Result]:
+    def submit(
+        self, task: Callable[[], Result], outcome: Outcome | None = None, *, exchanges: bool = True
+    ) -> Handle[Result]:
         """Start the task in the background, after everything that was submitted before."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        if self.batch is not None and exchanges:
+            task = self.batch.guarded(task)
         turn = self._arrays.ordered()  # here, since it is this thread's stream that the task is to be behind
 
         def in_turn() -> Result:

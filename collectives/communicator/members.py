@@ -230,15 +230,14 @@ class Members:
 
             try:
                 result, failure = self._given_to_all(run, seats, outcome)
-            except UsageError as error:
-                sparse.go_back(asked, before)
-                if not isinstance(error, RefusedError):
-                    self.execution.refuse(str(error))
-                raise
-            except BackendError:
+            except BackendError:  # also where another rank has refused
                 sparse.go_back(asked, before)
                 with suppress(UsageError):
                     sparse.keep(asked, sparse.prepare(asked))
+                raise
+            except UsageError as error:
+                sparse.go_back(asked, before)
+                self.execution.refuse(str(error))
                 raise
             if failure is None:
                 return self._handed(result, asked.outputs[0])
@@ -365,7 +364,7 @@ class Members:
         try:
             return asked, sparse.explain(asked)
         except UsageError as error:
-            if not self.epoch or asked.exchange == "auto":
+            if isinstance(error, RefusedError) or not self.epoch or asked.exchange == "auto":
                 raise
             note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
             self.notes = self.notes if note in self.notes else (*self.notes, note)

@@ -119,7 +119,7 @@ class SparseCollectives(ABC):
         except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
             with suppress(UsageError):
                 residuals = sparse.prepare(asked)
-                self._in_order.run(lambda: sparse.keep(asked, residuals))
+                self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
             raise
         except UsageError as error:
             self.refuse(str(error))
@@ -149,7 +149,7 @@ class SparseCollectives(ABC):
             sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire)
         )
 
-    def end_sparse_step(self, keys: Collection[str]) -> bool:
+    def end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Go back with the residuals of some keys to before their last call if the sum of one was not finite.
 
         For the end of a training step that exchanges several gradients: it is left out as a whole. Nothing is
@@ -159,20 +159,23 @@ class SparseCollectives(ABC):
         ----------
         keys : collection of str
             Those of the step's calls, which have ended.
+        lost : bool
+            Go back in any case: the step failed, and its averages are not used. A key without a call since the end of
+            the last step stays as it is.
 
         Returns
         -------
         bool
-            Whether all sums were finite.
+            Whether all sums were finite, and the step was not lost.
         """
-        return self._in_order.run(lambda: self._members.sparse.end_step(keys))
+        return self._in_order.run(lambda: self._members.sparse.end_step(keys, lost=lost), exchanges=False)
 
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
         """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint.
 
         In units of a loss scale of 1.
         """
-        return self._in_order.run(self._members.sparse.state)
+        return self._in_order.run(self._members.sparse.state, exchanges=False)
 
     def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Go on from what `sparse_state` gave, instead of what is kept now.
@@ -183,7 +186,7 @@ class SparseCollectives(ABC):
             It is of another number of ranks.
         """
         sparse = self._members.sparse
-        self._in_order.run(lambda: sparse.restore(state))
+        self._in_order.run(lambda: sparse.restore(state), exchanges=False)
 
     def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Remove what is kept of some keys, and return it: to arrange it anew.
@@ -191,7 +194,7 @@ class SparseCollectives(ABC):
         As `sparse_state` would, but in arrays of the back end's kind, where they lie; nothing leaves a GPU.
         """
         sparse = self._members.sparse
-        return self._in_order.run(lambda: sparse.take(keys))
+        return self._in_order.run(lambda: sparse.take(keys), exchanges=False)
 
     def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Go on from a state of some keys as `take_sparse_state` gives it, whatever else is kept.
@@ -207,7 +210,7 @@ class SparseCollectives(ABC):
                 for name in LINES:
                     if one[name] is not None:
                         self.arrays.check(one[name], rank=rank, what=name)
-        self._in_order.run(lambda: sparse.put(state))
+        self._in_order.run(lambda: sparse.put(state), exchanges=False)
 
     def _explained(self, asked: SparseRequest) -> Explanation:
         """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""

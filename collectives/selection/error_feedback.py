@@ -101,9 +101,10 @@ class ErrorFeedback:
         Raises
         ------
         UsageError
-            The gradient has another size or dtype, or a NaN, or an infinity where the opposite one is kept: then the
-            residual is what it was before, but for the rounding of adding and taking away again. ``k`` is out of
-            range.
+            The gradient has another size or dtype, or ``k`` is out of range.
+        NotFinite
+            The gradient has a NaN, or an infinity where the opposite one is kept: then the residual is what it was
+            before, but for the rounding of adding and taking away again. It is a `UsageError` too.
         """
         added = flat_gradient(gradient, self.residual)
         k = check_arguments(k, self.residual.size, "refuse")

@@ -89,9 +89,11 @@ class GpuErrorFeedback:
         Raises
         ------
         UsageError
-            The gradient has another size or dtype, is on another GPU, or has a NaN: then residual and velocity are
-            what they were before, but for the rounding of adding and taking away again, and zero where the gradient
-            is infinite. The same where an infinity meets one of the other sign. ``k`` is out of range.
+            The gradient has another size or dtype, or is on another GPU; or ``k`` is out of range.
+        NotFinite
+            The gradient has a NaN, or an infinity where the opposite one is kept: then residual and velocity are what
+            they were before, but for the rounding of adding and taking away again, and zero where the gradient is
+            infinite. It is a `UsageError` too.
         """
         dtype = self._checked(gradient, k)
         cupy = self._cupy

@@ -61,6 +61,8 @@ class SparseCollective:
         self._residuals: dict[str, list[Residuals]] = {}
         self._before: dict[str, list[Kept]] = {}
         self._shown: set[str] = set()
+        self._called: set[str] = set()
+        """Keys with a call since the end of the last step: what `_before` holds of others is older."""
         self._explained: dict[tuple[object, ...], Explanation] = {}
 
     def explain(self, asked: SparseRequest) -> Explanation:
@@ -111,9 +113,11 @@ class SparseCollective:
             lines = [arrays.values(arrays.widened(one, asked.dtype)) for one in asked.inputs]
             if not all(map(arrays.bounded, lines)):
                 return
-            for one, line in zip(residuals, lines, strict=True):
+            for one in residuals:
                 one.follow(arrays)
                 one.rescale(asked.loss_scale)
+            self._begin(asked.key, residuals)
+            for one, line in zip(residuals, lines, strict=True):
                 one.changed()
                 one.whole.feed(line, 0)
 
@@ -146,12 +150,9 @@ class SparseCollective:
         gradients = dict(zip(backend.ranks, lines, strict=True))
         exchange = self._exchange(asked, arrays, chosen.exchange)
         kept = dict(zip(backend.ranks, residuals, strict=True))
-        earlier: Sequence[Kept | None] = self._before.get(asked.key) or [None] * len(residuals)
         for one in residuals:
             one.rescale(asked.loss_scale)
-        before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
-        self._before[asked.key] = before
-        self._shown.discard(asked.key)
+        before = self._begin(asked.key, residuals)
         try:
             totals = exchange.run(kept, gradients)
         except BaseException:
@@ -169,25 +170,42 @@ class SparseCollective:
             self._shown.add(asked.key)
         return results[0] if backend.one_rank else results
 
-    def end_step(self, keys: Collection[str]) -> bool:
+    def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[Kept]:
+        """Note what is kept of a key before a call."""
+        earlier: Sequence[Kept | None] = self._before.get(key) or [None] * len(residuals)
+        before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
+        self._before[key] = before
+        self._called.add(key)
+        self._shown.discard(key)
+        return before
+
+    def end_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Go back with all of some keys to before their last call where the sum of one of them was not finite.
+
+        Parameters
+        ----------
+        keys : collection of str
+        lost : bool
+            Go back in any case.
 
         Returns
         -------
         bool
-            Whether all were finite; the same on all ranks, which have the same sums.
+            Whether all were finite and nothing was lost; the same on all ranks, which have the same sums.
         """
-        if self._shown.isdisjoint(keys):
+        called = self._called.intersection(keys)
+        self._called -= called
+        if not lost and self._shown.isdisjoint(keys):
             return True
         self._shown.difference_update(keys)
-        for key in self._before.keys() & self._residuals.keys() & set(keys):
+        for key in self._before.keys() & self._residuals.keys() & called:
             for one, saved in zip(self._residuals[key], self._before[key], strict=True):
                 one.restore(saved)
         return False
 
     def follow(self, other: SparseCollective) -> None:
         """Know what another one for the same ranks of this process knows of the step that is not over."""
-        self._before, self._shown = other._before, other._shown
+        self._before, self._shown, self._called = other._before, other._shown, other._called
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
         """The residuals of this process's ranks, by key, in numpy arrays."""
@@ -210,10 +228,15 @@ class SparseCollective:
             for key, listed in state.items()
         }
         self._residuals = {key: self._made(arrays, listed) for key, listed in found.items()}
+        self._before, self._shown, self._called = {}, set(), set()
 
     def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """The residuals of some keys, which are then no longer kept: as `state`, but as lines where they lie."""
         taken = {key: self._residuals.pop(key) for key in sorted(keys) if key in self._residuals}
+        for key in keys:
+            self._before.pop(key, None)
+            self._shown.discard(key)
+            self._called.discard(key)
         return {key: [_lines(one) for one in kept] for key, kept in taken.items()}
 
     def put(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:

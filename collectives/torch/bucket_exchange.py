@@ -90,7 +90,10 @@ class BucketExchange:
         BackendError
             An exchange of this step failed: of this bucket, or, if it is the last one, of any.
         """
+        communicator = self._averager.communicator
         try:
+            if not self._under_way:
+                communicator.begin_batch()
             if not bucket.is_last():
                 self._under_way.append(self._start(bucket, async_op=True))
                 return self._under_way[-1][1]
@@ -101,12 +104,26 @@ class BucketExchange:
                     one.wait()
                 _, future = self._start(bucket, async_op=False)
                 future.wait()
-        except BaseException:
-            self._under_way.clear()
+        except BaseException as error:
+            self._give_up(wait=isinstance(error, Exception))
             raise
+        communicator.end_batch()
         self._under_way.clear()
         self._averager.end_step()
         return future
+
+    def _give_up(self, *, wait: bool) -> None:
+        """The step is lost; without ``wait``, as after Ctrl-C, what runs is left alone, and so is what is kept."""
+        running = [handle for handle, _ in self._under_way]
+        self._under_way.clear()
+        self._averager.communicator.end_batch()
+        if wait:
+            for handle in running:
+                with suppress(Exception):
+                    handle.wait()
+            if self.presence is not None:
+                self.presence.give_up()
+            self._averager.give_up()
 
     def _start(self, bucket: Bucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
         """Start the exchange of a bucket; what runs, and the future of its buffer."""

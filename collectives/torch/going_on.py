@@ -39,7 +39,7 @@ from collectives.torch.process_group import PlannedGroup
 from collectives.training.averaging import InStepAverager
 from collectives.training.newcomers import giver_among, send
 from collectives.training.uneven import told_to_others
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 Seats = tuple[int, ...]
 """Ranks, by their numbers in the first plan."""
@@ -150,7 +150,7 @@ class _Held:
     def __init__(self, bucket: GradBucket) -> None:
         self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         self._given = self._buffer.clone()
-        self._running: tuple[Handle[Any], torch.futures.Future[Any]] | None = None
+        self.running: tuple[Handle[Any], torch.futures.Future[Any]] | None = None
         self.averaged: torch.futures.Future[Any] = torch.futures.Future()
 
     def index(self) -> int:
@@ -167,19 +167,19 @@ class _Held:
 
     def begun(self, running: tuple[Handle[Any], torch.futures.Future[Any]]) -> None:
         """Its exchange has begun."""
-        self._running = running
+        self.running = running
 
     def wait(self) -> None:
         """Wait until its average is there; raises what went wrong."""
-        if self._running is not None:
-            handle, average = self._running
+        if self.running is not None:
+            handle, average = self.running
             with suppress(Exception):  # the future tells of it with step and bucket
                 handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
             average.wait()
 
     def take_back(self) -> None:
         """The gradients are again what this rank has given."""
-        self._running = None
+        self.running = None
         self._buffer.copy_(self._given)
 
 
@@ -234,6 +234,7 @@ class GoingOnExchange(BucketExchange):
                 self._failure = None
                 if self._before is None:
                     self._before = self._marked()
+                self._averager.communicator.begin_batch()
             held = _Held(bucket)
             self._held.append(held)
             if self._failure is None:
@@ -247,11 +248,14 @@ class GoingOnExchange(BucketExchange):
                 for one in self._held:
                     one.averaged.set_result(one.buffer())
                 self._held.clear()
+                self._averager.communicator.end_batch()
                 self._averager.end_step()
             return held.averaged
-        except BaseException:
+        except BaseException as error:
+            self._under_way = [one.running for one in self._held if one.running is not None]
             self._held.clear()
             self.forget()
+            self._give_up(wait=isinstance(error, Exception))
             raise
 
     def check_has_it(self) -> None:
@@ -337,10 +341,10 @@ class GoingOnExchange(BucketExchange):
 
     def _complete(self) -> None:
         """Wait for all averages of this step."""
+        for one in self._held:
+            one.wait()  # raises the error of an earlier bucket first
         if self._failure is not None:
             raise self._failure
-        for one in self._held:
-            one.wait()
         self._averager.settle()
         self._behind = self._marked()
 
@@ -397,6 +401,8 @@ class GoingOnExchange(BucketExchange):
         try:
             act()
             return self._meet(), False
+        except RefusedError:
+            raise  # no rank is lost
         except BackendError as error:
             return self._go_on(error), True
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from hashlib import sha256
-from types import FrameType
+from numbers import Real
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,8 @@ class HookState:
         Why it is; empty where it is not.
     recorder : Recorder
         Of what was exchanged, and how long it took.
+    loss_scale : GradScaler, float, callable or None
+        As given. It may be set between steps.
 
     Raises
     ------
@@ -155,7 +158,8 @@ class HookState:
     `state_dict` gives, and no connection: ``communicator`` is None until it meets the other ranks in its first step or
     in `register`, `join`, `grow` or `load_state_dict`, where all ranks must have a copy. DDP does not register the
     hooks of a model with its copy: a copy that is to be trained needs a new registration. A state with ``group`` can be
-    copied in its process, and not pickled.
+    copied in its process, and not pickled. A ``loss_scale`` that is neither a number nor a function is not pickled,
+    since another GradScaler would come out: set ``state.loss_scale = scaler`` before the first step of what was loaded.
 
     One state counts the steps of one model: it is refused with a second one.
     """
@@ -195,6 +199,7 @@ class HookState:
         """Of a copy that has not met the other ranks yet: what `state_dict` gave."""
         self._seen: tuple[set[int], bool] = (set(), False)
         self._changed = invitation is not None
+        self._lacks_scale = False
 
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
@@ -291,6 +296,17 @@ class HookState:
                 )
             log_start(comm, how)
             on_error.pop_all()
+
+    @property
+    def loss_scale(self) -> GivenScale | None:
+        """What multiplies the loss, as it was given; set between steps, it holds from the next one on."""
+        given: GivenScale | None = self._arguments["loss_scale"]
+        return given
+
+    @loss_scale.setter
+    def loss_scale(self, given: GivenScale | None) -> None:
+        self._loss_scale.use(given)
+        self._arguments["loss_scale"], self._lacks_scale = given, False
 
     def register(self, model: DistributedDataParallel) -> None:
         """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
@@ -618,7 +634,7 @@ class HookState:
                 memo.get(id(one), one) for one in listed
             ]  # those of a model copied with it
         made: HookState = HookState.__new__(HookState)
-        made._become_copy(arguments, self.state_dict(), self._changed)
+        made._become_copy(arguments, self.state_dict(), self._changed, self._lacks_scale)
         memo[id(self)] = made
         return made
 
@@ -628,13 +644,25 @@ class HookState:
                 "a HookState with group= cannot be pickled, since a process group is of its process; save "
                 "state.state_dict()"
             )
-        return {"arguments": self._arguments, "state": self.state_dict(), "changed": self._changed}
+        arguments, lacks_scale = dict(self._arguments), self._lacks_scale
+        if not isinstance(arguments["loss_scale"], Real | FunctionType | None):
+            arguments["loss_scale"], lacks_scale = None, True
+        return {
+            "arguments": arguments,
+            "state": self.state_dict(),
+            "changed": self._changed,
+            "lacks_scale": lacks_scale,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._become_copy(state["arguments"], state["state"], state["changed"])
+        lacks_scale = state.get("lacks_scale", False)
+        self._become_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
 
-    def _become_copy(self, arguments: dict[str, Any], state: dict[str, Any], changed: bool) -> None:
+    def _become_copy(
+        self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
+    ) -> None:
         """Have what a copy has before it meets the other ranks."""
+        self._loss_scale, self._lacks_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
         self.mode = mode_of(arguments["mode"])
@@ -652,7 +680,8 @@ class HookState:
         Raises
         ------
         UsageError
-            The state that was copied had lost ranks or come in place of one; or as the constructor raises.
+            The state that was copied had lost ranks or come in place of one, or it was pickled without its loss scale;
+            or as the constructor raises.
         BackendError
             The ranks do not find each other.
         """
@@ -662,6 +691,11 @@ class HookState:
             raise UsageError(
                 "this copy is of a HookState whose ranks have changed, and its process group is of those before; make "
                 "a HookState for the ranks of now, and load state_dict() of the copy"
+            )
+        if self._lacks_scale:
+            raise UsageError(
+                "this HookState was loaded without the object that knows its loss scale; set state.loss_scale to the "
+                "GradScaler of now, or to None"
             )
         state, registered = self._copied, self._registered
         try:
@@ -729,7 +763,9 @@ def topoplan_hook(
         by DDP's reducer, but by FSDP or by the Python reducer of compiled DDP.
     BackendError
         In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
-        rank, the peer, the step of training and the bucket. DDP and the process group must then be made anew.
+        rank, the peer, the step of training and the bucket. DDP must then be made anew, and the process group too,
+        except after a `RefusedError`: the same on all ranks, where one of them has refused a bucket. What is kept of
+        gradients is then as before the step.
     """
     if not isinstance(state, HookState):
         raise UsageError(

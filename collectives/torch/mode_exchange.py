@@ -109,6 +109,7 @@ class ModeExchange:
                 self._end_step()
         except TopoplanError:
             self._apart.steps = 0
+            averager.give_up()
             raise
         future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -124,7 +125,7 @@ class ModeExchange:
             return  # it stays as it is
         own = buffer.coalesce()
         whole = own.to_dense()
-        line = whole.view(-1)
+        line = _real_line(whole)
         self._averager.start(key, line, out=line)
         buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 

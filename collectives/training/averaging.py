@@ -117,6 +117,13 @@ class Averager(ABC):
         self._scale = None
         self.recorder.end_step()
 
+    def give_up(self) -> None:
+        """The step failed and its averages are not used: all that is kept is as before it.
+
+        All exchanges of the step have ended. The next step has the same number.
+        """
+        self._scale = None
+
     def settle(self) -> None:
         """All gradients of a step are there: where one average is not finite, all is kept as before the step.
 
@@ -266,6 +273,7 @@ class InStepAverager(Averager):
         elements = elements_of(comm, gradients)
         try:
             density = how.density_at(step)
+            scale = self.scale if self.filters or how.density is not None else 1.0
         except UsageError as error:
             comm.refuse(str(error))
             raise
@@ -273,7 +281,7 @@ class InStepAverager(Averager):
             parts = (Part(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
             handle, part = low_rank.start(
-                thin, gradients, parts=parts, scale=self.scale, op=op, out=out, async_op=async_op
+                thin, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
             )
             how_told = f"rank {low_rank.settings.rank}"
             told_of: Mapping[str, Any] | None = {"density": part, "how": how_told, "bound": math.inf}
@@ -283,7 +291,7 @@ class InStepAverager(Averager):
             told_of = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
         elif self._significance is not None:
             handle, part = self._significance.start(
-                key, gradients, parts=parts, scale=self.scale, op=op, out=out, async_op=async_op
+                key, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
             )
             above = f"above {self._significance.settings.threshold:g}"
             told_of = {"density": min(part, 1.0), "how": above, "bound": math.inf}
@@ -305,7 +313,7 @@ class InStepAverager(Averager):
                 momentum=how.momentum,
                 exchange=how.exchange,
                 wire=how.wire,
-                loss_scale=self.scale,
+                loss_scale=scale,
                 out=out,
                 async_op=async_op or comm.on_failure == "shrink",
             )
@@ -331,6 +339,16 @@ class InStepAverager(Averager):
         super().end_step()
         if (memory := self._memory) is not None:
             memory.end_step()
+
+    def give_up(self) -> None:
+        """See `Averager.give_up`."""
+        super().give_up()
+        if (memory := self._memory) is not None:
+            memory.finite = False
+            memory.settle()
+        if keys := self._keys:
+            self._keys = set()
+            self.communicator.end_sparse_step(keys, lost=True)
 
     def _looked_at(self, memory: KeptMemory, averages: Any) -> Any:
         """Averages that travelled whole in a step in which others may be filtered."""
@@ -506,6 +524,12 @@ class StaleAverager(Averager):
         else:
             self._late.update(self._taken)
             self._warn_of_step()
+        self._own, self._taken, self._finite = {}, {}, True
+
+    def give_up(self) -> None:
+        """See `Averager.give_up`: what has come is used in the next step. What was sent without a scale stays sent."""
+        super().give_up()
+        self._late.update(self._taken)
         self._own, self._taken, self._finite = {}, {}, True
 
     def end_step(self) -> None:

@@ -223,8 +223,11 @@ class BucketExchange:
         self._empty: dict[int, list[Any]] = {}
         self._missing = [len(one.bucket.members) for one in self._memory]
         self._handles: list[Handle[Any]] = []
+        self._comm.end_batch()
 
     def _start(self, memory: BucketMemory) -> None:
+        if not self._handles:
+            self._comm.begin_batch()
         with self._about(memory.bucket):
             if self.presence is not None:
                 self.presence.ask(self._recorder.step)
@@ -240,20 +243,26 @@ class BucketExchange:
         try:
             yield
         except Exception as error:
-            self._give_up()
+            self.give_up()
             if isinstance(error, TopoplanError):
                 about = f"bucket {bucket.number} of {len(self._memory)}"
                 raise in_bucket(error, step=self._recorder.step, bucket=about) from error
             raise
 
-    def _give_up(self) -> None:
-        """The step is lost: what was started ends, well or not, and the caller's arrays are let go."""
+    def give_up(self) -> None:
+        """The step is lost: what was started ends, well or not, and the caller's arrays are let go.
+
+        What is kept of gradients is as before the step.
+        """
         for handle in self._handles:
             with contextlib.suppress(Exception):
                 handle.wait()
         for memory in self._memory:
             memory.forget()
         self._begin()
+        if self.presence is not None:
+            self.presence.give_up()
+        self._averager.give_up()
 
 
 def _key(bucket: Bucket) -> str:
@@ -277,8 +286,8 @@ def in_bucket(error: TopoplanError, *, step: int, bucket: str, rank: int | None 
     --------
     >>> in_bucket(BackendError("the peer died", rank=0, peer=1, step=5), step=7, bucket="bucket 2 of 3")
     BackendError('training step 7, bucket 2 of 3: rank 0, peer 1, step 5: the peer died')
-    >>> in_bucket(UsageError("element 3 is NaN"), step=7, bucket="bucket 2 of 3", rank=4)
-    BackendError('training step 7, bucket 2 of 3: rank 4: element 3 is NaN')
+    >>> in_bucket(UsageError("density(7) raised ValueError: no"), step=7, bucket="bucket 2 of 3", rank=4)
+    BackendError('training step 7, bucket 2 of 3: rank 4: density(7) raised ValueError: no')
     """
     named = isinstance(error, BackendError) and error.rank is not None
     told = f"{error}" if rank is None or named else f"rank {rank}: {error}"

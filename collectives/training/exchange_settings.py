@@ -67,15 +67,31 @@ class LossScale:
     """
 
     def __init__(self, given: GivenScale | None = None) -> None:
-        self.given = given is not None
+        self.use(given)
+
+    def use(self, given: GivenScale | None) -> None:
+        """Take another one from now on; raises as the constructor, and the one before stays then."""
         found = getattr(given, "get_scale", given)
         if not (found is None or callable(found)):
             self._checked(found)
+        self.given = given is not None
         self._found = 1.0 if found is None else found
 
     def __call__(self) -> float:
-        """Return that of the present step; `UsageError` where it is not above 0 and finite."""
-        return self._checked(self._found() if callable(self._found) else self._found)
+        """Return that of the present step.
+
+        Raises
+        ------
+        UsageError
+            The function raises, or gives a number that is not above 0 and finite.
+        """
+        if not callable(self._found):
+            return self._checked(self._found)
+        try:
+            found = self._found()
+        except Exception as error:
+            raise UsageError(f"loss_scale raised {type(error).__name__}: {error}") from error
+        return self._checked(found)
 
     def _checked(self, found: Any) -> float:
         scale = float(found) if isinstance(found, Real) else math.nan

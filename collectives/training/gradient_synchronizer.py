@@ -222,7 +222,11 @@ class GradientSynchronizer:
         Raises
         ------
         UsageError
-            A gradient is missing, or has another shape or dtype than its parameter: nothing has moved.
+            A gradient is missing, or has another shape or dtype than its parameter. None is exchanged.
+        RefusedError
+            The same on all ranks, where each is a process: the arguments of one do not fit, or its density or loss
+            scale raises. Buckets before the refused one have been exchanged; the others are not. What is kept of
+            gradients is as before the step, and the next call makes the step anew.
         BackendError
             Another rank failed.
         """
@@ -251,8 +255,8 @@ class GradientSynchronizer:
 
         Raises
         ------
-        UsageError, BackendError
-            As `step`.
+        UsageError, RefusedError, BackendError
+            As `step`. Where each rank is a process the step is then lost: give all its gradients again.
         """
         with self._refusing():
             self._check_heard()
@@ -262,7 +266,11 @@ class GradientSynchronizer:
         self._exchange.put(index, arrays, None)
 
     def wait(self, *, out: Any = None) -> Any:
-        """End the step: the averages of the gradients that were given with `ready`; all as in `step`."""
+        """End the step: the averages of the gradients that were given with `ready`; all as in `step`.
+
+        Where ``out`` alone does not fit, no other rank waits for this one: the step goes on, and `wait` ends it when it
+        is called again.
+        """
         with self._refusing():
             missing = sorted(set(range(len(self._shapes))) - self._exchange.given)
             if missing:
@@ -270,7 +278,10 @@ class GradientSynchronizer:
                 raise UsageError(
                     f"not given in this step: gradient {listed}; where there is none, give zeros"
                 )
+        try:
             outs = None if out is None else self._shapes.lists(out, "out array")
+        except UsageError as error:
+            raise UsageError(f"training step {self.recorder.step}: {error}") from error
         return self._finished(outs)
 
     @contextlib.contextmanager
@@ -663,11 +674,12 @@ class GradientSynchronizer:
 
     @contextlib.contextmanager
     def _refusing(self, when: str = "") -> Iterator[None]:
-        """Arguments that do not fit are told to the other ranks, which would wait for this one."""
+        """Arguments that do not fit are told to the other ranks, which would wait for this one and lose the step."""
         try:
             yield
-        except RefusedError:
-            raise  # by all ranks
+        except RefusedError:  # by all ranks
+            self._give_up()
+            raise
         except UsageError as error:
             text = f"{when or f'training step {self.recorder.step}'}: {error}"
             try:
@@ -676,7 +688,14 @@ class GradientSynchronizer:
                 raise told from error
             except BackendError:
                 pass  # the others are gone, and this rank has an error of its own
+            finally:
+                self._give_up()
             raise UsageError(text) from error
+
+    def _give_up(self) -> None:
+        """Lose the step that has begun, as the other ranks do; one process with all ranks goes on with it."""
+        if hasattr(self, "_exchange") and self.communicator.one_rank:
+            self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
         """Average the parameters now."""

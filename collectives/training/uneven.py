@@ -73,6 +73,10 @@ class Presence:
             self._asked = step
         return self.present
 
+    def give_up(self) -> None:
+        """The step is lost on all ranks: they are asked anew when it is made again."""
+        self._asked = -1
+
     @property
     def factor(self) -> float:
         """What an average over all ranks is multiplied by, to be one of those that it is to be divided by."""

@@ -160,7 +160,7 @@ def mistakes(world: Any) -> dict[str, Any]:
     for name, mistake in MISTAKES.items():
         try:
             mistake(world)
-        except BackendError as error:
+        except BackendError as error:  # of which RefusedError is one, and a UsageError too
             kind = type(error).__name__
             found[name] = {"kind": kind, "text": str(error), "rank": error.rank, "peer": error.peer}
         except UsageError as error:

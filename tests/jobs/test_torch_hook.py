@@ -313,6 +313,19 @@ def test_a_nan_on_one_rank_shows_on_all_in_its_step_alone(four: Told, name: str)
     assert all(one["faults"][name] == {"finite": [True, True, False, True]} for one in four)
 
 
+@pytest.mark.parametrize("how", ["refused", "refused by messages", "refused where ranks may be lost"])
+def test_a_step_that_one_rank_refuses_is_lost_on_all_and_the_next_ones_are_exact(
+    four: Told, how: str
+) -> None:
+    """Buckets that the others have queued behind the refused one pair with none of a later step."""
+    for one in four:
+        found = one["faults"][how]
+        assert found["error"].startswith("RefusedError: training step 1, bucket 1 of 64 bytes: "), found
+        assert "rank 1 refused the collective: density(1) raised ValueError" in found["error"]
+        assert found["averages"] == [[4.0 * number + 1.5] * 4 for number in (0, 0, 1, 2)]
+        assert (found["kept"], found["notes"]) == (0.0, [])
+
+
 def test_buckets_of_different_sizes_are_refused_by_all_with_both_sizes(four: Told) -> None:
     for one in four:
         found = one["faults"]["sizes"]

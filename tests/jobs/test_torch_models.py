@@ -46,6 +46,14 @@ def test_sparse_embeddings_are_averaged_by_rows_in_every_way(models: Told) -> No
     assert max(away.values()) < 1.0
 
 
+def test_complex_rows_are_averaged_exactly_also_late(models: Told) -> None:
+    own, common = [[-3.0, 6.0]] * 2, [[-6.0, 12.0]] * 2
+    empty = [[0.0, 0.0]] * 2
+    for one in models:
+        for rows in one["complex_rows"].values():
+            assert rows == [own, own, empty, common, empty, empty]
+
+
 def test_a_sparse_embedding_that_some_or_all_ranks_leave_out_needs_nothing_from_them(models: Told) -> None:
     found = models[0]["sparse_embeddings"]
     assert furthest(found["unused, alone"], found["unused"]) < 1e-5
@@ -60,6 +68,12 @@ def test_a_copied_or_pickled_state_goes_on_where_the_other_one_was(models: Told)
         refused, apart = found.pop("of a group")
         assert refused.startswith("UsageError: a HookState with group= cannot be pickled")
         assert apart
+        for name in ("with a scaler", "with its method"):
+            shared, refused, scale = found.pop(name)
+            assert (shared, scale) == (True, 8.0)
+            assert refused.startswith(
+                "UsageError: this HookState was loaded without the object that knows its loss"
+            )
         assert len(found) == 8
         for how in found.values():
             assert how["before"] == [True, 4, 5]

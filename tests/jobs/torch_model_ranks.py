@@ -11,6 +11,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,33 @@ class Tables(nn.Module):
         return (self.out((hidden.to(torch.complex64) @ self.turn).abs()) - 1).square().mean()
 
 
+class Rows(nn.Embedding):
+    """Rows of complex numbers, whose gradient is sparse; `nn.Embedding` itself has none of them."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return self.weight.gather(0, rows[:, None].expand(-1, self.embedding_dim), sparse_grad=True)
+
+
+def complex_rows() -> dict[str, Any]:
+    """Six steps in which each rank uses its own row and a common one, by stale gradients and at once."""
+    found = {}
+    for name, mode in (("in step", "bsp"), ("stale", "ssp:1")):
+        table = Rows(6, 2, sparse=True, dtype=torch.complex64)
+        nn.init.zeros_(table.weight)
+        state, model = HookState(mode=mode), DistributedDataParallel(table)
+        state.register(model)
+        optimiser = torch.optim.SGD(table.parameters(), lr=1.0)
+        for _ in range(6):
+            optimiser.zero_grad()
+            (model(torch.tensor([dist.get_rank(), 3])) * (1 + 2j)).real.sum().backward()
+            optimiser.step()
+        state.finish()
+        state.close()
+        found[name] = torch.view_as_real(table.weight.detach()).tolist()
+    return found
+
+
 def sparse_embeddings() -> dict[str, Any]:
     """Train by every way, beside DDP alone; and with tables that some ranks or all leave out in some steps."""
     found: dict[str, Any] = {}
@@ -233,6 +261,20 @@ def copies() -> dict[str, Any]:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     found["saved"] = bits(loaded.module) == bits(averaged.module.module) == bits(network)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaled = HookState(density=0.2, loss_scale=scaler)
+    unscaled = scaled.state_dict()
+    for name, loss_scale in (("a scaler", scaler), ("its method", scaler.get_scale)):
+        scaled.loss_scale = loss_scale
+        shared = copy.deepcopy(scaled).loss_scale is loss_scale
+        again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scaled))))
+        refused = told(partial(again.load_state_dict, unscaled))
+        again.loss_scale = loss_scale
+        again.load_state_dict(unscaled)
+        kept = again.buckets.averager.scale
+        again.close()
+        found[f"with {name}"] = [shared, refused, kept]
+    scaled.close()
     group = dist.new_group([0, 1])
     own = HookState(group=group)
     found["of a group"] = [told(lambda: pickle.dumps(own)), copy.deepcopy(own).communicator is None]
@@ -309,6 +351,7 @@ def buffers() -> dict[str, Any]:
 
 STAGES: tuple[Callable[[], dict[str, Any]], ...] = (
     complex_parameters,
+    complex_rows,
     sparse_embeddings,
     copies,
     misplaced,

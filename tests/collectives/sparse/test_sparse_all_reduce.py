@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, ErrorFeedback, topk
+from collectives.backends.tcp.backend import TcpBackend
 from collectives.wire import WireFormat
 from tests.support.hand_plans import forest_plan, three_phase_plan
 from tests.support.sparse_steps import EXCHANGES, TWO_SERVERS
-from tests.support.tcp_jobs import in_threads
-from topoplan.errors import BackendError, UsageError
+from tests.support.tcp_jobs import backends_in_threads, in_threads
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 Array = NDArray[Any]
 
@@ -144,10 +145,17 @@ def test_the_model_gathers_few_entries_and_adds_up_many() -> None:
         assert "1049 of 1048576 entries of each of 8 ranks" in str(few)
 
 
-def test_ranks_of_other_processes_agree_and_a_rank_that_means_another_gradient_is_refused_by_all() -> None:
+@pytest.mark.parametrize("on_failure", ["raise", "shrink"])
+def test_ranks_of_other_processes_agree_and_a_rank_that_means_another_gradient_is_refused_by_all(
+    on_failure: str,
+) -> None:
     plan = forest_plan(3, "allreduce", "star")
 
-    def body(comm: Communicator, rank: int) -> Array:
+    def body(backend: TcpBackend, rank: int) -> Array:
+        with Communicator(plan, backend, on_failure=on_failure) as comm:
+            return work(comm, rank)
+
+    def work(comm: Communicator, rank: int) -> Array:
         total = np.zeros(SIZE)
         for step in range(3):
             gradient = whole_numbers(3, step)[rank]
@@ -160,9 +168,50 @@ def test_ranks_of_other_processes_agree_and_a_rank_that_means_another_gradient_i
         assert np.array_equal(kept, np.ones(SIZE - (rank == 1))), "what was not given is kept"
         return total
 
-    results = in_threads(plan, body)
+    results = backends_in_threads(3, body)
     assert all(isinstance(one, np.ndarray) for one in results), results
     assert all(np.array_equal(results[0], one) for one in results)
+
+
+@pytest.mark.parametrize("exchange", ["tree", "auto"])
+def test_fewer_ranks_that_refuse_to_agree_on_an_exchange_look_for_no_other(exchange: str) -> None:
+    plan = forest_plan(3, "allreduce", "star")
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(plan, backend, on_failure="shrink") as comm:
+            if rank == 2:
+                return comm.shrink(without=[2]) if comm.size == 2 else None
+            comm.shrink(without=[2])
+            gradient, before = whole_numbers(3, 0)[rank], comm.notes
+            calls = (
+                lambda: comm.sparse_all_reduce(gradient, density=0.02, exchange=exchange),
+                lambda: comm.refuse("no gradient"),
+            )
+            with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                calls[rank]()
+            kept = [one[0]["residual"].tolist() for one in comm.sparse_state().values()]
+            assert kept == ([] if rank else [gradient.tolist()])
+            assert comm.notes == before
+            return comm.all_reduce(np.ones(2)).tolist()
+
+    assert backends_in_threads(3, body)[:2] == [[2.0, 2.0]] * 2
+
+
+def test_what_is_taken_or_restored_is_not_what_the_end_of_a_step_goes_back_to() -> None:
+    """Also where the key has another size by then."""
+    with Communicator(DGX) as comm:
+        comm.sparse_all_reduce([np.full(10, np.nan)] * 8, density=0.1, key="a")
+        taken = comm.take_sparse_state({"a"})
+        assert not comm._members.sparse._before, "no copies of what is taken are held"
+        assert comm.end_sparse_step({"a"})
+        longer = {**taken["a"][0], "residual": np.arange(20.0)}
+        comm.put_sparse_state({"a": [longer] * 8})
+        assert not comm.end_sparse_step({"a"}, lost=True)
+        assert comm.sparse_state()["a"][0]["residual"].tolist() == np.arange(20.0).tolist()
+        comm.sparse_all_reduce([np.full(20, np.nan)] * 8, density=0.1, key="a")
+        comm.restore_sparse_state({"a": [taken["a"][0]] * 8})
+        assert comm.end_sparse_step({"a"})
+        assert comm.sparse_state()["a"][0]["residual"].tolist() == [0.0] * 10
 
 
 @pytest.mark.parametrize(

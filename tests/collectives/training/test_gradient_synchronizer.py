@@ -30,7 +30,7 @@ from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
-from topoplan.errors import UsageError
+from topoplan.errors import RefusedError, UsageError
 
 Arrays = list[list[NDArray[Any]]]
 
@@ -561,6 +561,136 @@ def test_a_state_that_one_rank_cannot_load_is_loaded_by_none() -> None:
         "the state is that of ranks [0], and this process has [1]; every process loads what it saved itself"
     )
     assert backends_in_threads(2, body) == [(told, 2, [1.0] * 3) for told in (f"rank 1: {text}", text)]
+
+
+REFUSED = 1
+"""The training step that rank 1 refuses."""
+
+
+def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
+    """Averages of four steps of two ranks in three buckets, and the residuals; rank 1 may refuse a bucket before one.
+
+    ``how`` says what is wrong in that bucket: "shape" of a gradient, "density", "scale"; or "nothing".
+    """
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        asked = {"density": 0, "scale": 0}
+        wrong = [False]
+
+        def known(name: str, value: float) -> float:
+            asked[name] += 1
+            if (wrong[0], how, rank) == (True, name, 1) and asked[name] > bucket:
+                raise ValueError("not known")
+            return value
+
+        def gradients(step: int) -> list[NDArray[Any]]:
+            random = np.random.default_rng([step, rank])
+            return [random.integers(-9, 9, (6, 5)).astype(np.float64) * 2 for _ in range(3)]
+
+        scales = [1.0, 8.0, 2.0, 4.0]  # of a step that is made anew another one than before
+        now = [0]
+        given: dict[str, Any] = dict(options)
+        if given:
+            given["loss_scale"] = lambda: known("scale", 1024.0 if wrong[0] else scales[now[0]])
+        if "density" in given:
+            density = given["density"]
+            given["density"] = lambda step: known("density", density)
+        found = []
+        with GradientSynchronizer(
+            gradients(0),
+            forest_plan(2, "allreduce", "chain"),
+            backend=backend,
+            bucket_bytes=1,
+            **given,
+        ) as own:
+            for step in range(len(scales)):
+                now[0] = step
+                if step == REFUSED and how != "nothing":
+                    wrong[0], asked["density"], asked["scale"] = True, 0, 0
+                    mine = gradients(99)
+                    if how == "shape" and rank == 1:
+                        mine[2 - bucket] = np.ones(3)
+
+                    def lost(mine: list[NDArray[Any]] = mine) -> None:
+                        for index in (2, 1, 0):
+                            own.ready(index, mine[index])
+                        own.wait()
+
+                    with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                        lost()
+                    wrong[0] = False
+                assert own.recorder.step == step
+                found.append([one.tolist() for one in own.step(gradients(step))])
+            state = own.state_dict()
+        kept = {key: one[0]["residual"].tolist() for key, one in state["residuals"].items()}
+        return found, kept, {name: one[0].tolist() for name, one in state["filters"]["residuals"].items()}
+
+    return backends_in_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("how", "bucket", "options"),
+    [
+        ("shape", 0, {}),
+        ("shape", 1, {}),
+        ("shape", 1, {"density": 0.3, "momentum": 0.5}),
+        ("density", 2, {"density": 0.3}),
+        ("scale", 0, {"density": 0.3}),
+        ("scale", 0, {"significance": 0.5}),
+        ("shape", 2, {"significance": 0.5}),
+        ("shape", 1, {"low_rank": 1}),
+        pytest.param("shape", 2, {"low_rank": 1, "on_failure": "shrink"}, marks=pytest.mark.thorough),
+        pytest.param("density", 1, {"density": 0.3, "on_failure": "shrink"}, marks=pytest.mark.thorough),
+        pytest.param("density", 0, {"density": 0.3, "exchange": "pairs"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_that_one_rank_refuses_leaves_no_trace_in_those_behind_it(
+    how: str, bucket: int, options: dict[str, Any]
+) -> None:
+    """Later buckets, which the other rank has queued, pair with nothing; residuals and loss scale are as before."""
+    found, expected = with_refusal(how, bucket, **options), with_refusal("nothing", 0, **options)
+    assert not isinstance(expected[0], Exception), expected
+    assert found == expected
+    assert found[0][0] == found[1][0]
+
+
+def test_an_out_array_that_does_not_fit_when_all_is_exchanged_loses_no_step() -> None:
+    def body(backend: TcpBackend, rank: int) -> list[list[float]]:
+        own = GradientSynchronizer([np.zeros(3)], forest_plan(2, "allreduce", "chain"), backend=backend)
+        with own:
+            own.ready(0, np.full(3, 2.0 * rank))
+            if rank == 1:
+                with pytest.raises(UsageError, match="training step 0: rank 1: out array 0 has shape"):
+                    own.wait(out=[np.zeros(2)])
+            return [own.wait()[0].tolist(), own.step([np.full(3, 4.0 * rank)])[0].tolist()]
+
+    assert backends_in_threads(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
+
+
+def test_who_has_data_is_asked_anew_for_a_step_that_was_lost() -> None:
+    """Rank 1 has run out of data when a step is made again that it has refused."""
+
+    def body(backend: TcpBackend, rank: int) -> tuple[list[float], int]:
+        refuses = [rank == 1]
+
+        def density(step: int) -> float:
+            if refuses[0] and "own" in made:
+                raise ValueError("not known")
+            return 1.0
+
+        made: dict[str, GradientSynchronizer] = {}
+        plan, used = forest_plan(2, "allreduce", "chain"), []
+        with GradientSynchronizer([np.zeros(3)], plan, backend=backend, density=density) as own:
+            made["own"] = own
+            with own.join(use=lambda averages: used.append(averages[0].tolist())):
+                with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                    own.step([np.full(3, 8.0)])
+                refuses[0] = False
+                if rank == 0:
+                    used.append(own.step([np.full(3, 6.0)])[0].tolist())
+            return used[0], own.recorder.step
+
+    assert backends_in_threads(2, body) == [([6.0] * 3, 1)] * 2
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000])
