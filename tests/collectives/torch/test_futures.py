@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+from unittest.mock import Mock
+
 import pytest
 
 from collectives.arrays.numpy_arrays import NumpyArrays
@@ -10,6 +14,16 @@ from collectives.communicator.handle import Handle
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+class _Ended(torch.distributed.Work):  # type: ignore[name-defined,misc]
+    """A work that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -33,3 +47,80 @@ def test_an_error_while_a_result_is_handed_over_is_that_of_the_future() -> None:
     future = future_of(Handle.of(None), None, device=torch.device("cpu"), arrays=NumpyArrays(), finish=finish)
     with pytest.raises(ZeroDivisionError):
         future.wait()
+
+
+def test_a_joint_work_ends_for_all_threads_once_its_result_is_copied() -> None:
+    """The first wait is still in `finish` when another thread waits and a third asks whether it has ended."""
+    from collectives.torch.futures import JointWork
+
+    begun, release = threading.Event(), threading.Event()
+    target = torch.zeros(1)
+
+    def finish() -> None:
+        begun.set()
+        release.wait()
+        target.fill_(7)
+
+    def waited() -> None:
+        work.wait()
+        seen.append(target.item())
+
+    def asked() -> None:
+        while not work.is_completed():
+            pass
+        seen.append(target.item())
+
+    seen: list[float] = []
+    work = JointWork([_Ended()], finish)
+    first = threading.Thread(target=waited)
+    first.start()
+    begun.wait()
+    others = [threading.Thread(target=waited), threading.Thread(target=asked)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(0.05)
+    assert not seen
+    release.set()
+    for thread in (first, *others):
+        thread.join()
+    assert seen == [7.0] * 3
+
+
+def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
+    from collectives.torch.futures import JointWork
+
+    target = torch.zeros(1)
+    work = JointWork([_Ended()], lambda: target.fill_(7) and None)
+    assert work.is_completed()
+    assert target.item() == 7
+
+
+def test_a_joint_work_that_does_not_copy_raises_in_every_wait() -> None:
+    from collectives.torch.futures import JointWork
+
+    def finish() -> None:
+        raise ZeroDivisionError
+
+    work = JointWork([_Ended()], finish)
+    assert work.is_completed()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            work.wait()
+
+
+def test_later_waits_order_their_stream_behind_the_copy_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins of streams, since a copy on a GPU is only queued when `finish` returns."""
+    from collectives.torch.futures import JointWork
+
+    queued = Mock(**{"query.return_value": False})
+    first, second = Mock(**{"record_event.return_value": queued}), Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock(side_effect=[first, second, second]))
+    work = JointWork([_Ended()], lambda: None, torch.device("cuda", 0))
+    work.wait()
+    work.wait()
+    second.wait_event.assert_called_once_with(queued)
+    assert not work.is_completed()
+    queued.query.return_value = True
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    assert work.is_completed()
