@@ -249,7 +249,7 @@ class PlannedGroup(GroupCollectives):
         self._lost.clear()
 
     def abort(self) -> None:
-        """Abort what is under way, by plan or not: whoever waits for it raises."""
+        """Abort what is under way, by plan or not: pending waits raise."""
         if self.communicator is not None:
             self.communicator.abort("the process group is aborted")
         if self.carrier is not self.inner:
