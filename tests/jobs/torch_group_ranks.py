@@ -123,11 +123,11 @@ def mistakes(rank: int, size: int) -> Calls:
         return lambda: dist.all_to_all_single(zeros(6), ones(6), received, sent)
 
     def gathered(outputs: list[list[torch.Tensor]]) -> object:
-        options = dist.GatherOptions()  # type: ignore[attr-defined]
+        options = dist.GatherOptions()
         return group.gather(outputs if rank == 0 else [], [ones(2)], options).wait()
 
     def scattered(inputs: list[list[torch.Tensor]]) -> object:
-        options = dist.ScatterOptions()  # type: ignore[attr-defined]
+        options = dist.ScatterOptions()
         return group.scatter([zeros(2)], inputs if rank == 0 else [], options).wait()
 
     return {
