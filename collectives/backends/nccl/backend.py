@@ -270,7 +270,8 @@ class NcclBackend(OneRank):
         cupy = load_cupy(cls.name)
         world, local = _world(environment, timeout)
         try:
-            settings: dict[str, Any] = {**options, "device": _use_gpu(cupy, local, options.get("device"))}
+            settings: dict[str, Any] = {**options}
+            settings["device"] = _use_gpu(cupy, local, settings.get("device"))
             return cls(cupy, world, timeout=timeout, **settings)
         except BaseException:
             world.close()

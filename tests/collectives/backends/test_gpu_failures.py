@@ -165,8 +165,12 @@ def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) 
     plan = forest_plan(2, "allreduce", "star")
 
     def task(comm: Communicator, rank: int) -> Any:
-        with pytest.raises(BackendError):
-            comm.all_reduce(cupy.zeros(4 + rank, dtype=np.float32))
+        stuck = cupy.cuda.Stream(non_blocking=True)
+        stuck.do(lambda: False)
+        if rank == 0:
+            threading.Timer(0.3, lambda: setattr(machine, "async_error", "remote process gone")).start()
+        with stuck, pytest.raises(BackendError, match="remote process"):
+            comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
 
     results = on_every_rank(cupy, plan, task)
