@@ -134,6 +134,8 @@ class JointWork(dist.Work):
         called again by the next wait if it raises.
     device : torch.device, optional
         Device on whose current stream `finish` queues its copies; later waits order their stream behind them.
+    tensors : list of tensors, or of lists of them, optional
+        Result of the work; by default what the works give.
     """
 
     def __init__(
@@ -141,9 +143,11 @@ class JointWork(dist.Work):
         works: Sequence[dist.Work],
         finish: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
+        tensors: list[Any] | None = None,
     ) -> None:
         super().__init__()
         self._works = works
+        self._tensors = tensors
         self._finish = finish
         self._device = device if device is not None and device.type == "cuda" else None
         self._lock = threading.Lock()
@@ -178,19 +182,21 @@ class JointWork(dist.Work):
         return self._queued is None or bool(self._queued.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> list[Any]:
-        """What all of them give, when they have ended."""
+        """Return the result, when all have ended."""
         self.wait()
+        if self._tensors is not None:
+            return self._tensors
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of what all of them give."""
+        """Return a future of the result."""
         futures = [work.get_future() for work in self._works]
         together: torch.futures.Future[Any] = torch.futures.collect_all(futures)
 
         def ended(all_of_them: torch.futures.Future[Any]) -> Any:
             results = [one.value() for one in all_of_them.value()]
             self.wait()
-            return results
+            return results if self._tensors is None else self._tensors
 
         return together.then(ended)
 

@@ -556,7 +556,8 @@ class GroupCollectives(dist.ProcessGroup):
         """
         comm = self.communicator
         if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
-            return self._noted(JointWork([call()], finish, inputs[0].device if inputs else None), opts)
+            device = inputs[0].device if inputs else None
+            return self._noted(JointWork([call()], finish, device, told), opts)
         types = dtype_of(inputs[0]) if inputs else ""
         handle = comm.run_in_order(lambda: call().wait(), dtype=types, **agreed)
         device = torch.device("cpu")
@@ -571,7 +572,7 @@ class GroupCollectives(dist.ProcessGroup):
 
     def _one_way(self, work: Any, lines: list[torch.Tensor], tensors: list[torch.Tensor] | None) -> Any:
         if tensors is not None and any(one is not line for one, line in zip(tensors, lines, strict=True)):
-            work = JointWork([work], lambda: put(tensors, lines), lines[0].device)
+            work = JointWork([work], lambda: put(tensors, lines), lines[0].device, tensors)
         elif tensors is None:
             work = JointWork([work], lines.clear)  # which must stay until then
         if self._block is not None and lines[0].device.type == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,6 +25,11 @@ class _Ended(torch.distributed.Work):  # type: ignore[name-defined,misc]
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[name-defined]
+        ended: torch.futures.Future[Any] = torch.futures.Future()  # type: ignore[name-defined]
+        ended.set_result([torch.zeros(6, dtype=torch.uint8)])
+        return ended
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -89,9 +95,10 @@ def test_a_joint_work_ends_for_all_threads_once_its_result_is_copied() -> None:
 
 def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
     from collectives.torch.futures import JointWork
+    from collectives.torch.group_arguments import put
 
     target = torch.zeros(1)
-    work = JointWork([_Ended()], lambda: target.fill_(7) and None)
+    work = JointWork([_Ended()], lambda: put([target], [torch.full((target.numel(),), 7.0)]))
     assert work.is_completed()
     assert target.item() == 7
 
@@ -124,3 +131,16 @@ def test_later_waits_order_their_stream_behind_the_copy_on_a_gpu(monkeypatch: py
     queued.query.return_value = True
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     assert work.is_completed()
+
+
+def test_a_joint_work_gives_the_tensors_of_its_caller_and_not_the_lines_that_were_exchanged() -> None:
+    from collectives.torch.futures import JointWork
+    from collectives.torch.group_arguments import put
+
+    target = torch.zeros(2, 3)
+    work = JointWork(
+        [_Ended()], lambda: put([target], [torch.full((target.numel(),), 7.0)]), tensors=[target]
+    )
+    assert work.get_future().wait()[0] is target
+    assert work.result()[0] is target
+    assert target.tolist() == [[7.0] * 3] * 2
