@@ -159,14 +159,7 @@ class JointWork(dist.Work):
         """Wait for the end of all, on a GPU in the order of its current stream; raises what went wrong first."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
-        with self._lock:
-            if not self._over:
-                self._finish()
-                if self._device is not None:
-                    self._queued = torch.cuda.current_stream(self._device).record_event()
-                self._over = True
-            elif self._queued is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._queued)
+        self._end()
         return True
 
     def synchronize(self) -> None:
@@ -195,10 +188,21 @@ class JointWork(dist.Work):
 
         def ended(all_of_them: torch.futures.Future[Any]) -> Any:
             results = [one.value() for one in all_of_them.value()]
-            self.wait()
+            self._end()  # a wait would not end in gloo's thread, which calls this before its work has ended
             return results if self._tensors is None else self._tensors
 
         return together.then(ended)
+
+    def _end(self) -> None:
+        """Finish once, behind all works."""
+        with self._lock:
+            if not self._over:
+                self._finish()
+                if self._device is not None:
+                    self._queued = torch.cuda.current_stream(self._device).record_event()
+                self._over = True
+            elif self._queued is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._queued)
 
     def _source_rank(self) -> int:
         """The rank that a receive from any rank has heard."""

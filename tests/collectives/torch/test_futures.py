@@ -144,3 +144,25 @@ def test_a_joint_work_gives_the_tensors_of_its_caller_and_not_the_lines_that_wer
     assert work.get_future().wait()[0] is target
     assert work.result()[0] is target
     assert target.tolist() == [[7.0] * 3] * 2
+
+
+def test_the_future_of_a_joint_work_ends_in_the_thread_that_ends_the_work() -> None:
+    """Gloo calls back in its own thread, before a wait for the work returns."""
+    from collectives.torch.futures import JointWork
+
+    class Ending(torch.distributed.Work):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.future: torch.futures.Future[Any] = torch.futures.Future()  # type: ignore[name-defined]
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            raise AssertionError("does not end here")
+
+        def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[name-defined]
+            return self.future
+
+    one, finished = Ending(), threading.Event()
+    future = JointWork([one], finished.set, tensors=[]).get_future()
+    one.future.set_result([])
+    assert future.wait() == []
+    assert finished.is_set()
