@@ -521,7 +521,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError("nothing is different; name links in without_links or slow_links")
         self._in_order.run(partial(self._members.replan, change))
 
-    def beside(
+    def run_in_order(
         self,
         task: Callable[[], Any],
         *,
@@ -566,12 +566,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         """End what `begin_batch` has begun, also where some of it still runs; calling it twice is fine."""
         self._in_order.batch = None
 
-    def gather_beside(self, text: str) -> list[str]:
-        """As `gather_texts`, called in a task of `beside`."""
+    def gather_texts_in_order(self, text: str) -> list[str]:
+        """As `gather_texts`, called in a task of `run_in_order`."""
         return self._open().gather_texts(text)
 
     def abort(self, reason: str) -> None:
-        """End what is under way on this rank and all that comes, from any thread: whoever waits for it raises.
+        """End what is under way on this rank and all that comes, from any thread: pending waits raise.
 
         The other ranks are told, and raise as if this one had died. Nothing is done where the communicator is closed,
         or where all ranks are in this process.

@@ -193,7 +193,7 @@ class Rendezvous:
                     found.start()._users = 1
                     return found
                 if not found._closing.is_set():
-                    found._users += found._users > 0  # else who has made it closes it
+                    found._users += found._users > 0  # else its creator closes it
                     return found
             found._deaf.wait()
 
@@ -298,7 +298,7 @@ class Rendezvous:
                 self._drop(visitor)
 
     def _stop_listening(self) -> None:
-        """Take the address away; who has not said yet who he is may come again to the next that listens there."""
+        """Stop listening; clients without a handshake are told to connect again."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._listener)
         self._listener.close()
@@ -315,7 +315,7 @@ class Rendezvous:
         self._deaf.set()
 
     def _end(self, opening: _Opening, now: float) -> None:
-        """Let the ranks of an opening know that it is no longer served; where rank 0 has not come, the next one is."""
+        """Tell the ranks of an opening that it has ended, or to connect again if rank 0 has not connected yet."""
         if opening.end is None:
             opening.end = now + LINGER_SECONDS
             began = (

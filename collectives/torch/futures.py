@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -122,28 +124,42 @@ class PlannedWork(dist.Work):
 
 
 class JointWork(dist.Work):
-    """`torch.distributed.Work` that ends with several others, and then with what is done in its first wait.
+    """`torch.distributed.Work` that ends with several others, and then with what its first wait does.
 
     Parameters
     ----------
     works : sequence of Work
     finish : callable
-        Called once, behind the wait for all of them.
+        Called once, in the first wait and behind all works, from any thread. No wait returns before it has ended. It is
+        called again by the next wait if it raises.
+    device : torch.device, optional
+        Device on whose current stream `finish` queues its copies; later waits order their stream behind them.
+    tensors : list of tensors, or of lists of them, optional
+        Result of the work; by default what the works give.
     """
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        finish: Callable[[], None] = lambda: None,
+        device: torch.device | None = None,
+        tensors: list[Any] | None = None,
+    ) -> None:
         super().__init__()
         self._works = works
+        self._tensors = tensors
         self._finish = finish
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._lock = threading.Lock()
         self._over = False
+        self._queued: torch.cuda.Event | None = None
+        """Behind what `finish` has queued on a GPU."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of all, on a GPU in the order of its current stream; raises what went wrong first."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
-        if not self._over:
-            self._over = True
-            self._finish()
+        self._end()
         return True
 
     def synchronize(self) -> None:
@@ -151,25 +167,42 @@ class JointWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all have ended, well or not."""
-        return all(work.is_completed() for work in self._works)
+        """Return whether all have ended, well or not, and their results lie where they belong."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        with suppress(Exception):  # which `wait` raises
+            self.wait()
+        return self._queued is None or bool(self._queued.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> list[Any]:
-        """What all of them give, when they have ended."""
+        """Return the result, when all have ended."""
         self.wait()
+        if self._tensors is not None:
+            return self._tensors
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of what all of them give."""
+        """Return a future of the result."""
         futures = [work.get_future() for work in self._works]
         together: torch.futures.Future[Any] = torch.futures.collect_all(futures)
 
         def ended(all_of_them: torch.futures.Future[Any]) -> Any:
             results = [one.value() for one in all_of_them.value()]
-            self.wait()
-            return results
+            self._end()  # a wait would not end in gloo's thread, which calls this before its work has ended
+            return results if self._tensors is None else self._tensors
 
         return together.then(ended)
+
+    def _end(self) -> None:
+        """Finish once, behind all works."""
+        with self._lock:
+            if not self._over:
+                self._finish()
+                if self._device is not None:
+                    self._queued = torch.cuda.current_stream(self._device).record_event()
+                self._over = True
+            elif self._queued is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._queued)
 
     def _source_rank(self) -> int:
         """The rank that a receive from any rank has heard."""

@@ -1,4 +1,4 @@
-"""What the arguments of a process group's collectives must be, and the elements of tensors in lines.
+"""What the arguments of a process group's collectives must be, their reductions, and the elements of tensors in lines.
 
 torch checks little of what it hands to a group, and gloo of torch 2.13 less: it takes split sizes as they come, so
 that negative ones and those that do not add up overwrite memory, and it moves the first bytes behind the address of a
@@ -11,12 +11,47 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
+from collectives.arrays.torch_arrays import DTYPES
 from topoplan.errors import UsageError
+
+OPERATIONS = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+)
+"""What plans reduce by."""
+
+
+def operation_of(opts: Any) -> tuple[str, Any]:
+    """Return the reduction of a collective, empty if plans have none, and the factor of PREMUL_SUM or None."""
+    if opts is None:
+        return "", None
+    if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
+        return "sum", opts.reduceOp.__getstate__()[1]
+    return next((name for op, name in OPERATIONS if opts.reduceOp == op), ""), None
+
+
+def given_options(opts: Any) -> tuple[Any, ...]:
+    """Return the options of a collective as arguments: none if they are None."""
+    return () if opts is None else (opts,)
+
+
+def op_name(opts: Any) -> str:
+    """Return the reduction of a collective, as ranks compare it."""
+    if opts is None:
+        return "sum"
+    return (
+        operation_of(opts)[0] or str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2].lower()
+    )
 
 
 def line_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,9 +77,25 @@ def put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
                 target.detach().copy_(line.view(target.shape))
 
 
-def bytes_of(line: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a line: what is only moved may have a type that gloo does not know."""
-    return line.view(torch.uint8)
+def moved_line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor that is only moved: on the CPU as bytes, since gloo does not know all types."""
+    line = line_of(tensor)
+    return line.view(torch.uint8) if line.device.type == "cpu" else line
+
+
+def as_types(lines: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return lines, perhaps of bytes, with the types of tensors."""
+    return [line.view(one.dtype) for line, one in zip(lines, tensors, strict=False)]
+
+
+def times(line: torch.Tensor, factor: Any) -> torch.Tensor:
+    """Return a line multiplied by the factor of `operation_of`; the line itself if that is None."""
+    return line if factor is None else line * factor
+
+
+def numpy_dtype(tensor: torch.Tensor) -> Any:
+    """Return numpy's type that stands for a tensor in `collectives.reduction.reduction`."""
+    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
@@ -93,6 +144,28 @@ where results cannot be written; pass tensor.clone()
         spans.append((start, stop, number))
 
 
+def check_dense(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise if a tensor is sparse or quantized, whose elements are not a line of memory.
+
+    Raises
+    ------
+    UsageError
+
+    Examples
+    --------
+    >>> check_dense([torch.ones(2).to_sparse()], "input")
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: input must be a dense tensor, got torch.sparse_coo; convert it with to_dense()
+    """
+    for number, one in enumerate(tensors):
+        name = what if len(tensors) == 1 else f"{what} {number}"
+        if one.layout != torch.strided:
+            raise UsageError(f"{name} must be a dense tensor, got {one.layout}; convert it with to_dense()")
+        if one.is_quantized:
+            raise UsageError(f"{name} must not be quantized, got {dtype_of(one)}; pass its int_repr()")
+
+
 def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, of: str) -> None:
     """Raise where tensors have other types or other numbers of elements than one.
 
@@ -107,6 +180,8 @@ def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, 
     ------
     UsageError
     """
+    check_dense([like], of.removeprefix("the "))
+    check_dense(tensors, what)
     for number, one in enumerate(tensors):
         if one.dtype != like.dtype or one.numel() != like.numel():
             name = what if len(tensors) == 1 else f"{what} {number}"
@@ -147,6 +222,8 @@ def check_blocks(
     ------
     UsageError
     """
+    check_dense([whole], whole_name)
+    check_dense([block], block_name)
     if whole.dtype != block.dtype or whole.numel() != size * block.numel():
         raise UsageError(
             f"{whole_name} must have {size * block.numel()} elements of {dtype_of(block)}, {size} times those of "
@@ -184,6 +261,8 @@ def split_counts(
     ...
     topoplan.errors.UsageError: output_split_sizes must be whole numbers from 0 on, got [5, -1]
     """
+    check_dense([output], "output")
+    check_dense([input], "input")
     if output.dtype != input.dtype:
         raise UsageError(f"output must have {dtype_of(input)} as input, got {dtype_of(output)}")
     counts, widths = [], {}

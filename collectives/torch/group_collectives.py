@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,33 +20,31 @@ from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
 from collectives.torch.futures import JointWork, PlannedWork, future_of
 from collectives.torch.group_arguments import (
-    bytes_of,
+    as_types,
     check_alike,
     check_blocks,
+    check_dense,
     check_length,
     check_results,
     check_single,
     check_splits,
     dtype_of,
+    given_options,
     joined,
     line_of,
+    moved_line,
+    numpy_dtype,
+    op_name,
+    operation_of,
     parts_of,
     put,
     split_counts,
     splits_text,
+    times,
 )
 from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
-
-OPERATIONS = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "avg"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-)
-"""What plans reduce by."""
 
 
 class GroupCollectives(dist.ProcessGroup):
@@ -68,25 +65,25 @@ class GroupCollectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce a tensor over all ranks, in place."""
         if not isinstance(tensors, list):
-            return self.inner.allreduce(tensors, *_given(opts), *others)
+            return self.inner.allreduce(tensors, *given_options(opts), *others)
         self._refusing(lambda: check_results(tensors, "tensor"))
         if len(tensors) == 1 and self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
-        return self._in_place("allreduce", tensors, opts, op=_op_name(opts))
+        return self._in_place("allreduce", tensors, opts, op=op_name(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce several tensors over all ranks, in place and as one."""
         if not isinstance(tensors, list):
-            return self.inner.allreduce_coalesced(tensors, *_given(opts), *others)
+            return self.inner.allreduce_coalesced(tensors, *given_options(opts), *others)
         self._refusing(lambda: check_results(tensors, "tensor"))
         if self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
-        return self._in_place("allreduce_coalesced", tensors, opts, op=_op_name(opts))
+        return self._in_place("allreduce_coalesced", tensors, opts, op=op_name(opts))
 
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce a tensor over all ranks, in place at the root."""
         if not isinstance(tensors, list) or opts is None:
-            return self.inner.reduce(tensors, *_given(opts), *others)
+            return self.inner.reduce(tensors, *given_options(opts), *others)
         root = int(opts.rootRank)
 
         def check() -> None:
@@ -96,17 +93,18 @@ class GroupCollectives(dist.ProcessGroup):
 
         self._refusing(check)
         return self._in_place(
-            "reduce", tensors, opts, op=_op_name(opts), root=root, written=root == self.rank()
+            "reduce", tensors, opts, op=op_name(opts), root=root, written=root == self.rank()
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the root's tensor to all ranks."""
         if not isinstance(tensors, list) or opts is None:
-            return self.inner.broadcast(tensors, *_given(opts), *others)
+            return self.inner.broadcast(tensors, *given_options(opts), *others)
         root = int(opts.rootRank)
 
         def check() -> None:
             check_single(tensors, "tensors")
+            check_dense(tensors, "tensor")
             if root != self.rank():
                 check_results(tensors, "tensor")
 
@@ -127,7 +125,7 @@ class GroupCollectives(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the tensors of all ranks to all ranks."""
         if not isinstance(inputs, list):
-            return self.inner.allgather(outputs, inputs, *_given(opts), *others)
+            return self.inner.allgather(outputs, inputs, *given_options(opts), *others)
 
         def check() -> None:
             check_single(inputs, "tensors")
@@ -139,13 +137,13 @@ class GroupCollectives(dist.ProcessGroup):
         self._refusing(check)
         if self._carries(inputs, None):
             return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
-        flat, lines = _lines(inputs[0]), [_lines(one) for one in outputs[0]]
+        flat, lines = moved_line(inputs[0]), [moved_line(one) for one in outputs[0]]
         return self._beneath(
-            lambda: self.inner.allgather([lines], [flat], *_given(opts)),
+            lambda: self.inner.allgather([lines], [flat], *given_options(opts)),
             inputs,
             outputs,
             opts,
-            lambda: put(outputs[0], _as_types(lines, outputs[0])),
+            lambda: put(outputs[0], as_types(lines, outputs[0])),
             collective="allgather",
             count=self.size() * inputs[0].numel(),
         )
@@ -164,14 +162,17 @@ class GroupCollectives(dist.ProcessGroup):
         self._refusing(check)
         if self._carries(inputs, None):
             return self._gathered(outputs, inputs, outputs, opts)
-        flats, rows = [_lines(one) for one in inputs], [[_lines(one) for one in row] for row in outputs]
+        flats, rows = (
+            [moved_line(one) for one in inputs],
+            [[moved_line(one) for one in row] for row in outputs],
+        )
 
         def finish() -> None:
             for one, row in zip(outputs, rows, strict=True):
-                put(one, _as_types(row, one))
+                put(one, as_types(row, one))
 
         return self._beneath(
-            lambda: self.inner.allgather_coalesced(rows, flats, *_given(opts), *others),
+            lambda: self.inner.allgather_coalesced(rows, flats, *given_options(opts), *others),
             inputs,
             outputs,
             opts,
@@ -189,14 +190,16 @@ class GroupCollectives(dist.ProcessGroup):
 
         self._refusing(check)
         carried = self._carries([input], None)
-        flat, whole = (line_of(input), line_of(output)) if carried else (_lines(input), _lines(output))
+        flat, whole = (
+            (line_of(input), line_of(output)) if carried else (moved_line(input), moved_line(output))
+        )
         if not carried:
             return self._beneath(
-                lambda: self.inner._allgather_base(whole, flat, *_given(opts)),
+                lambda: self.inner._allgather_base(whole, flat, *given_options(opts)),
                 [input],
                 [output],
                 opts,
-                lambda: put([output], _as_types([whole], [output])),
+                lambda: put([output], as_types([whole], [output])),
                 collective="allgather",
                 count=output.numel(),
             )
@@ -228,7 +231,7 @@ class GroupCollectives(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce one tensor for each rank over all ranks; each rank gets its own."""
         if not isinstance(outputs, list):
-            return self.inner.reduce_scatter(outputs, inputs, *_given(opts), *others)
+            return self.inner.reduce_scatter(outputs, inputs, *given_options(opts), *others)
 
         def check() -> None:
             check_single(outputs, "outputs")
@@ -305,6 +308,7 @@ class GroupCollectives(dist.ProcessGroup):
             check_length(outputs, self.size(), "output tensors")
             check_length(inputs, self.size(), "input tensors")
             for name, listed in (("output", outputs), ("input", inputs)):
+                check_dense(listed, f"{name} tensor")
                 for number, one in enumerate(listed):
                     if one.dtype != inputs[0].dtype:
                         raise UsageError(
@@ -329,24 +333,29 @@ class GroupCollectives(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the tensors of all ranks to the root."""
         if not isinstance(inputs, list) or opts is None:
-            return self.inner.gather(outputs, inputs, *_given(opts), *others)
-        root, (listed,) = int(opts.rootRank), outputs or [[]]
+            return self.inner.gather(outputs, inputs, *given_options(opts), *others)
+        root = int(opts.rootRank)
 
-        def check() -> None:
+        def check() -> list[torch.Tensor]:
             check_single(inputs, "tensors")
-            if root == self.rank():
-                check_length(listed, self.size(), "output tensors")
-                check_alike(listed, inputs[0], "output tensor", "the input")
-                check_results(listed, "output tensor")
+            check_dense(inputs, "tensor")
+            if root != self.rank():
+                return []
+            check_single(outputs, "output lists")
+            (listed,) = outputs
+            check_length(listed, self.size(), "output tensors")
+            check_alike(listed, inputs[0], "output tensor", "the input")
+            check_results(listed, "output tensor")
+            return list(listed)
 
-        self._refusing(check)
-        flat, lines = _lines(inputs[0]), [_lines(one) for one in listed]
+        listed = self._refusing(check)
+        flat, lines = moved_line(inputs[0]), [moved_line(one) for one in listed]
         return self._beneath(
             lambda: self.inner.gather([lines] if lines else [], [flat], opts),
             inputs,
             outputs,
             opts,
-            lambda: put(listed, _as_types(lines, listed)),
+            lambda: put(listed, as_types(lines, listed)),
             collective="gather",
             count=inputs[0].numel(),
             root=root,
@@ -355,24 +364,29 @@ class GroupCollectives(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy to every rank one of the tensors that the root has."""
         if not isinstance(outputs, list) or opts is None:
-            return self.inner.scatter(outputs, inputs, *_given(opts), *others)
-        root, (listed,) = int(opts.rootRank), inputs or [[]]
+            return self.inner.scatter(outputs, inputs, *given_options(opts), *others)
+        root = int(opts.rootRank)
 
-        def check() -> None:
+        def check() -> list[torch.Tensor]:
             check_single(outputs, "outputs")
+            check_dense(outputs, "output")
             check_results(outputs, "output")
-            if root == self.rank():
-                check_length(listed, self.size(), "input tensors")
-                check_alike(listed, outputs[0], "input tensor", "the output")
+            if root != self.rank():
+                return []
+            check_single(inputs, "input lists")
+            (listed,) = inputs
+            check_length(listed, self.size(), "input tensors")
+            check_alike(listed, outputs[0], "input tensor", "the output")
+            return list(listed)
 
-        self._refusing(check)
-        flat, lines = _lines(outputs[0]), [_lines(one) for one in listed]
+        listed = self._refusing(check)
+        flat, lines = moved_line(outputs[0]), [moved_line(one) for one in listed]
         return self._beneath(
             lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
             outputs,
             outputs,
             opts,
-            lambda: put(outputs, _as_types([flat], outputs)),
+            lambda: put(outputs, as_types([flat], outputs)),
             collective="scatter",
             count=outputs[0].numel(),
             root=root,
@@ -382,7 +396,7 @@ class GroupCollectives(dist.ProcessGroup):
         """Wait until all ranks have come."""
         self._planned()
         return self._beneath(
-            lambda: self.inner.barrier(*_given(opts), *others), [], [], opts, collective="barrier"
+            lambda: self.inner.barrier(*given_options(opts), *others), [], [], opts, collective="barrier"
         )
 
     def send(self, tensors: Any, *where: Any) -> Any:
@@ -405,8 +419,8 @@ class GroupCollectives(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op, factor = _operation(opts)
-        flat = _times(joined(tensors), factor)
+        op, factor = operation_of(opts)
+        flat = times(joined(tensors), factor)
         shaped = flat.view(tensors[0].shape) if len(tensors) == 1 else flat  # ranks compare shapes
         return self._started(
             lambda comm: comm.all_reduce(shaped, op=op, out=shaped, async_op=True),
@@ -439,8 +453,8 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
-        op, factor = _operation(opts)
-        given, flat = _times(whole, factor), joined(outputs)
+        op, factor = operation_of(opts)
+        given, flat = times(whole, factor), joined(outputs)
         return self._started(
             lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
             given,
@@ -452,13 +466,13 @@ class GroupCollectives(dist.ProcessGroup):
     def _scattered_beneath(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
         flat = line_of(output)
         return self._beneath(
-            lambda: self.inner._reduce_scatter_base(flat, whole, *_given(opts)),
+            lambda: self.inner._reduce_scatter_base(flat, whole, *given_options(opts)),
             [whole],
             [output],
             opts,
             lambda: put([output], [flat]),
             collective="reduce_scatter",
-            op=_op_name(opts),
+            op=op_name(opts),
             count=whole.numel(),
         )
 
@@ -475,17 +489,17 @@ class GroupCollectives(dist.ProcessGroup):
         then: Callable[[], None] = lambda: None,
     ) -> Any:
         """An all-to-all of so many elements from and to each rank, by the group beneath, in bytes."""
-        flat, whole, itemsize = _lines(input), _lines(output), input.element_size()
+        flat, whole, itemsize = moved_line(input), moved_line(output), input.element_size()
         itemsize = itemsize if flat.dtype == torch.uint8 else 1
         counts = [[itemsize * one for one in listed] for listed in (received, sent)]
 
         def run() -> Any:
             if self.communicator is not None and input.device.type == "cpu":
-                check_splits(self.communicator.gather_beside(splits_text(received, sent)))
-            return self.inner.alltoall_base(whole, flat, *counts, *_given(opts))
+                check_splits(self.communicator.gather_texts_in_order(splits_text(received, sent)))
+            return self.inner.alltoall_base(whole, flat, *counts, *given_options(opts))
 
         def finish() -> None:
-            put([output], _as_types([whole], [output]))
+            put([output], as_types([whole], [output]))
             then()
 
         return self._beneath(run, [input], told, opts, finish, collective="alltoall", op=op)
@@ -503,13 +517,13 @@ class GroupCollectives(dist.ProcessGroup):
     ) -> Any:
         """A collective of the group beneath on tensors that are input and result, as lines."""
         dense = all(one.layout == torch.strided for one in tensors)
-        lines = [(_lines(one) if moved else line_of(one)) if dense else one for one in tensors]
+        lines = [(moved_line(one) if moved else line_of(one)) if dense else one for one in tensors]
         return self._beneath(
-            lambda: getattr(self.inner, name)(lines, *_given(opts)),
+            lambda: getattr(self.inner, name)(lines, *given_options(opts)),
             tensors,
             tensors,
             opts,
-            lambda: put(*((tensors, _as_types(lines, tensors)) if dense and written else ([], []))),
+            lambda: put(*((tensors, as_types(lines, tensors)) if dense and written else ([], []))),
             collective=name.removesuffix("_coalesced"),
             op=op,
             root=root,
@@ -538,13 +552,14 @@ class GroupCollectives(dist.ProcessGroup):
         finish : callable
             Puts the results where the caller wants them.
         **agreed
-            What all ranks must mean alike (`Communicator.beside`).
+            What all ranks must mean alike (`Communicator.run_in_order`).
         """
         comm = self.communicator
         if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
-            return self._noted(JointWork([call()], finish), opts)
+            device = inputs[0].device if inputs else None
+            return self._noted(JointWork([call()], finish, device, told), opts)
         types = dtype_of(inputs[0]) if inputs else ""
-        handle = comm.beside(lambda: call().wait(), dtype=types, **agreed)
+        handle = comm.run_in_order(lambda: call().wait(), dtype=types, **agreed)
         device = torch.device("cpu")
         future = future_of(handle, told, device=device, arrays=comm.arrays, finish=finish)
         return self._noted(PlannedWork(handle, future, told, self._left.append), opts)
@@ -557,7 +572,7 @@ class GroupCollectives(dist.ProcessGroup):
 
     def _one_way(self, work: Any, lines: list[torch.Tensor], tensors: list[torch.Tensor] | None) -> Any:
         if tensors is not None and any(one is not line for one, line in zip(tensors, lines, strict=True)):
-            work = JointWork([work], lambda: put(tensors, lines))
+            work = JointWork([work], lambda: put(tensors, lines), lines[0].device, tensors)
         elif tensors is None:
             work = JointWork([work], lines.clear)  # which must stay until then
         if self._block is not None and lines[0].device.type == "cpu":
@@ -583,14 +598,14 @@ class GroupCollectives(dist.ProcessGroup):
         return self._noted(PlannedWork(handle, future, tensors, self._left.append), opts)
 
     def _noted(self, work: dist.Work, opts: Any) -> dist.Work | None:
-        """A work; in a block that ends in one work it is kept for that, and only given to who waits by himself."""
+        """A work; in a block that ends in one work it is kept for that, and returned only for asynchronous calls."""
         if self._block is None:
             return work
         self._block.append(work)
         return work if getattr(opts, "asyncOp", False) else None
 
     def _refusing(self, check: Callable[[], Result]) -> Result:
-        """What a check of arguments returns; where it raises, all ranks refuse the collective.
+        """Return what a check of arguments returns; all ranks refuse the collective if it raises on one of them.
 
         Raises
         ------
@@ -599,14 +614,15 @@ class GroupCollectives(dist.ProcessGroup):
         self._planned()
         try:
             return check()
-        except UsageError as error:
+        except Exception as error:  # such as a TypeError of what is not a list of tensors
             if self.communicator is not None:
-                self.communicator.refuse(str(error))
+                told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+                self.communicator.refuse(told)
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
         """Whether a plan can reduce tensors so."""
-        op, factor = _operation(opts)
+        op, factor = operation_of(opts)
         if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
             return False
         return self._carries(tensors, op)
@@ -618,47 +634,7 @@ class GroupCollectives(dist.ProcessGroup):
                 return False
             if op is not None:
                 try:
-                    reduction(op, _like(tensor))
+                    reduction(op, numpy_dtype(tensor))
                 except UsageError:
                     return False
         return len({tensor.dtype for tensor in tensors}) == 1 and self._planned()
-
-
-def _operation(opts: Any) -> tuple[str, Any]:
-    """The reduction of a collective, empty where plans have none, and what values are multiplied by before."""
-    if opts is None:
-        return "", None
-    if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
-        return "sum", opts.reduceOp.__getstate__()[1]
-    return next((name for op, name in OPERATIONS if opts.reduceOp == op), ""), None
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
-def _op_name(opts: Any) -> str:
-    """The reduction of a collective, as ranks compare it."""
-    if opts is None:
-        return "sum"
-    return _operation(opts)[0] or str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2].lower()
-
-
-def _lines(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that is only moved: on the CPU as bytes, since gloo does not know all types."""
-    line = line_of(tensor)
-    return bytes_of(line) if line.device.type == "cpu" else line
-
-
-def _as_types(lines: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Lines, perhaps of bytes, with the types of tensors."""
-    return [line.view(one.dtype) for line, one in zip(lines, tensors, strict=False)]
-
-
-def _times(line: torch.Tensor, factor: Any) -> torch.Tensor:
-    return line if factor is None else line * factor
-
-
-def _like(tensor: torch.Tensor) -> Any:
-    """numpy's type with which the reductions of a tensor are told."""
-    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])

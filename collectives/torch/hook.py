@@ -322,7 +322,7 @@ class HookState:
         Raises
         ------
         UsageError
-            It is no DDP, or asks for what cannot go on; or this state is registered already.
+            model is not a DistributedDataParallel, or asks for what cannot go on; or this state is registered already.
         """
         self._meet()
         if not isinstance(model, DistributedDataParallel):

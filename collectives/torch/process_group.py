@@ -249,7 +249,7 @@ class PlannedGroup(GroupCollectives):
         self._lost.clear()
 
     def abort(self) -> None:
-        """Abort what is under way, by plan or not: whoever waits for it raises."""
+        """Abort what is under way, by plan or not: pending waits raise."""
         if self.communicator is not None:
             self.communicator.abort("its process group was aborted")
         if self.carrier is not self.inner:
@@ -361,7 +361,13 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
 
 
 def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
-    return PlannedGroup(inner_groups(store, rank, size, timeout), timeout=timeout)
+    """Return a new group; its keys in the store are not those of an earlier group of the same name.
+
+    torch gives a group the name of a destroyed one, and gloo would connect to the addresses that it finds there.
+    """
+    generation = store.add(f"generation/{rank}", 1)
+    own = PrefixStore(f"{generation}/", store)
+    return PlannedGroup(inner_groups(own, rank, size, timeout), timeout=timeout)
 
 
 dist.Backend.register_backend("topoplan", _make, devices=["cpu", "cuda"])

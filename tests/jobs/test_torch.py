@@ -338,10 +338,12 @@ def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_proce
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *place, **limit: iter([(store, 1, 2)]))
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
-        lambda backend, timeout: made.update({backend: timeout.total_seconds()}),
+        lambda backend, *, timeout, **place: made.update({backend: timeout.total_seconds()}),
     )
     make_group(timeout=7.0)
     assert made == {"nccl": 14.0}

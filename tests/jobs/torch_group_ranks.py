@@ -114,9 +114,21 @@ def types(rank: int, size: int) -> Calls:
 def mistakes(rank: int, size: int) -> Calls:
     """What does not fit, on all ranks, or on rank 1 alone."""
     zeros, ones, one = torch.zeros, torch.ones, rank == 1
+    group: Any = dist.group.WORLD
+    row = [ones(2) for _ in range(size)]
+    sparse = ones(2).to_sparse() if one else ones(2)
+    quantized = torch._empty_affine_quantized([2], scale=1.0, zero_point=0, dtype=torch.quint8)
 
     def splits(received: list[int], sent: list[int]) -> Callable[[], object]:
         return lambda: dist.all_to_all_single(zeros(6), ones(6), received, sent)
+
+    def gathered(outputs: list[list[torch.Tensor]]) -> object:
+        options = dist.GatherOptions()
+        return group.gather(outputs if rank == 0 else [], [ones(2)], options).wait()
+
+    def scattered(inputs: list[list[torch.Tensor]]) -> object:
+        options = dist.ScatterOptions()
+        return group.scatter([zeros(2)], inputs if rank == 0 else [], options).wait()
 
     return {
         "negative": splits([7, -1, 0], [2, 2, 2]),
@@ -132,6 +144,19 @@ def mistakes(rank: int, size: int) -> Calls:
         "shape": lambda: dist.all_gather([zeros(3) for _ in range(size)], ones(2)),
         "same memory": lambda: dist.all_gather([zeros(2)] * size, ones(2)),
         "short": lambda: dist.all_to_all([zeros(2)] * 2, [ones(2)] * 2),
+        "output lists": lambda: gathered([row, row]),
+        "no output list": lambda: gathered([]),
+        "input lists": lambda: scattered([row, row]),
+        "quantized": lambda: dist.broadcast(quantized, 0),
+        "no list at all": lambda: group.allgather(
+            [None if one else [zeros(2) for _ in row]], [ones(2)]
+        ).wait(),
+        "sparse on one": lambda: dist.gather(sparse, row if rank == 0 else None),
+        "sparse all-gather on one": lambda: dist.all_gather([zeros(2) for _ in row], sparse),
+        "sparse scatter on one": lambda: dist.scatter(sparse, row if rank == 0 else None),
+        "sparse all-to-all on one": lambda: dist.all_to_all([zeros(2) for _ in row], [sparse, *row[1:]]),
+        "sparse single on one": lambda: dist.all_gather_into_tensor(zeros(6), sparse),
+        "sparse splits on one": lambda: dist.all_to_all_single(zeros(2), sparse, [2, 0, 0], [2, 0, 0]),
         "op on one": lambda: dist.all_reduce(
             ones(8).int(), op=dist.ReduceOp.BAND if one else dist.ReduceOp.SUM
         ),
@@ -197,6 +222,13 @@ def groups(rank: int, size: int) -> Calls:
         dist.destroy_process_group(group)
         return found
 
+    def split_late() -> list[float] | None:
+        if rank == 0:
+            time.sleep(
+                0.2
+            )  # so that the others find in the store what a group of the same ranks has left there
+        return split()
+
     def meshed() -> list[float]:
         x = torch.ones(1)
         dist.all_reduce(x, group=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b")).get_group("a"))
@@ -204,7 +236,7 @@ def groups(rank: int, size: int) -> Calls:
 
     return {
         "split": split,
-        "split again": split,
+        "split again": split_late,
         "split by name": lambda: split(group_name="named"),
         "mesh": meshed,
     }

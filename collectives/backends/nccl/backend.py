@@ -270,14 +270,8 @@ class NcclBackend(OneRank):
         cupy = load_cupy(cls.name)
         world, local = _world(environment, timeout)
         try:
-            settings: dict[str, Any] = {"device": local % cupy.cuda.runtime.getDeviceCount(), **options}
-            try:
-                use_device(cupy, settings["device"])
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise UsageError(
-                    f"GPU {settings['device']} cannot be used: {error}; look at its processes and compute mode with "
-                    "nvidia-smi, and at LOCAL_RANK and CUDA_VISIBLE_DEVICES"
-                ) from None
+            settings: dict[str, Any] = {**options}
+            settings["device"] = _use_gpu(cupy, local, settings.get("device"))
             return cls(cupy, world, timeout=timeout, **settings)
         except BaseException:
             world.close()
@@ -783,14 +777,39 @@ class NcclBackend(OneRank):
 
 
 def own_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Make the GPU of a process that joins a job current: number ``LOCAL_RANK`` where that is set; return its number.
+    """Make the GPU of a process that joins a job current, number ``LOCAL_RANK`` if that is set, and return its number.
 
-    None where ``LOCAL_RANK`` is not set; then it is the one that is current.
+    None if ``LOCAL_RANK`` is not set; the current GPU is used then.
+
+    Raises
+    ------
+    UsageError
+        ``LOCAL_RANK`` is not a number, or its GPU does not take this process.
     """
     if not environment.get("LOCAL_RANK"):
         return None
-    device = number_of(environment, "LOCAL_RANK") % int(cupy.cuda.runtime.getDeviceCount())
-    use_device(cupy, device)
+    return _use_gpu(cupy, number_of(environment, "LOCAL_RANK"))
+
+
+def _use_gpu(cupy: ModuleType, local: int, device: int | None = None) -> int:
+    """Make a GPU current in this thread and return its number, by default that of this number on the host.
+
+    Raises
+    ------
+    UsageError
+        There is no such GPU, or it does not take this process.
+    """
+    named = "the GPUs" if device is None else f"GPU {device}"
+    try:
+        if device is None:
+            device = local % int(cupy.cuda.runtime.getDeviceCount())
+            named = f"GPU {device}"
+        use_device(cupy, device)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(
+            f"{named} cannot be used: {error}; look at its processes and compute mode with nvidia-smi, and at "
+            "LOCAL_RANK and CUDA_VISIBLE_DEVICES"
+        ) from None
     return device
 
 

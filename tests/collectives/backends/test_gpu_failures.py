@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl.backend import NcclBackend
+from collectives.backends.nccl.backend import NcclBackend, own_gpu
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.signature import Signature
@@ -165,11 +165,11 @@ def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) 
     plan = forest_plan(2, "allreduce", "star")
 
     def task(comm: Communicator, rank: int) -> Any:
-        if rank == 0:
-            threading.Timer(0.3, lambda: setattr(machine, "async_error", "remote process gone")).start()
         stuck = cupy.cuda.Stream(non_blocking=True)
         stuck.do(lambda: False)
-        with stuck, pytest.raises(BackendError):
+        if rank == 0:
+            threading.Timer(0.3, lambda: setattr(machine, "async_error", "remote process gone")).start()
+        with stuck, pytest.raises(BackendError, match="remote process"):
             comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
 
@@ -498,6 +498,24 @@ def test_a_gpu_that_does_not_take_a_process_is_named_in_one_line(
             UsageError, match=rf"^GPU {number} cannot be used: cudaError.*; look at .*nvidia-smi"
         ):
             NcclBackend.from_environment(environment=place, **options)
+
+
+def test_a_process_that_joins_a_job_names_a_gpu_that_does_not_take_it(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus, machine.exclusive = 2, {1}
+    assert own_gpu(cupy, {"LOCAL_RANK": "2"}) == 0
+    with pytest.raises(UsageError, match=r"^GPU 1 cannot be used: cudaError.*; look at .*nvidia-smi"):
+        own_gpu(cupy, {"LOCAL_RANK": "3"})
+
+    def none() -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", none)
+    with pytest.raises(
+        UsageError, match=r"^the GPUs cannot be used: cudaErrorNoDevice; look at .*nvidia-smi"
+    ):
+        own_gpu(cupy, {"LOCAL_RANK": "0"})
 
 
 @pytest.mark.sampled
