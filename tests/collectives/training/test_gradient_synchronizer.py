@@ -672,16 +672,17 @@ def test_who_has_data_is_asked_anew_for_a_step_that_was_lost() -> None:
 
     def body(backend: TcpBackend, rank: int) -> tuple[list[float], int]:
         refuses = [rank == 1]
+        own_of: list[GradientSynchronizer] = []
 
         def density(step: int) -> float:
-            if refuses[0] and "own" in made:
+            if refuses[0] and own_of:
                 raise ValueError("not known")
             return 1.0
 
-        made: dict[str, GradientSynchronizer] = {}
-        plan, used = forest_plan(2, "allreduce", "chain"), []
+        plan = forest_plan(2, "allreduce", "chain")
+        used: list[list[float]] = []
         with GradientSynchronizer([np.zeros(3)], plan, backend=backend, density=density) as own:
-            made["own"] = own
+            own_of.append(own)
             with own.join(use=lambda averages: used.append(averages[0].tolist())):
                 with pytest.raises(RefusedError, match="rank 1 refused the collective"):
                     own.step([np.full(3, 8.0)])
