@@ -57,7 +57,7 @@ def test_torchs_own_join_is_refused_where_averages_would_be_others_than_it_was_a
 def test_what_one_rank_raises_inside_join_the_others_hear(told: Told) -> None:
     assert told[0]["raised"] == "no such picture"
     for one in told[1:]:
-        assert "peer 0" in one["raised"]
+        assert "rank 0 refused the collective" in one["raised"]
         assert "inside join: ValueError: no such picture" in one["raised"]
 
 
