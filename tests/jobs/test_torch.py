@@ -329,7 +329,7 @@ def test_nccl_is_ended_by_the_name_that_a_release_of_torch_has_for_it(name: str)
 def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from collectives.backends.torch.open_group import make_group
+    from collectives.backends.torch import open_group
 
     made = {}
     for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "1"), strict=True):
@@ -339,13 +339,13 @@ def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_proce
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *place, **limit: iter([(store, 1, 2)]))
+    monkeypatch.setattr(open_group, "rendezvous", lambda *place, **limit: iter([(store, 1, 2)]))
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
         lambda backend, *, timeout, **place: made.update({backend: timeout.total_seconds()}),
     )
-    make_group(timeout=7.0)
+    open_group.make_group(timeout=7.0)
     assert made == {"nccl": 14.0}
 
 
