@@ -189,3 +189,5 @@ def test_bounds_of_clusters_with_switches_that_copy_and_add_are_tight(
     assert report.optimal
     assert made.certificate.kind == "steiner"
     assert made.rate == pytest.approx(rate, rel=1e-12)
+    if which == "nvswitch":
+        assert in_network_bound(made) is None, "its switches do all that they could"

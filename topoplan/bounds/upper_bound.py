@@ -116,7 +116,8 @@ def in_network_bound(proved: Plan | Bound) -> float | None:
     (450.0, None)
     """
     able = fully_used(with_capable(proved.topology))
-    if able == proved.topology or len(proved.ranks) < 2 or proved.collective == ALL_TO_ALL:
+    does, could = ([(one.multicast, one.reduce) for one in it.devices] for it in (proved.topology, able))
+    if does == could or len(proved.ranks) < 2 or proved.collective == ALL_TO_ALL:
         return None
     parts = [Fabric(able, (channel,)) for channel in proved.channels]
     whole = Fabric(able, proved.channels)
