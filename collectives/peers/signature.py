@@ -171,10 +171,11 @@ def _telling_fields(other: Signature, usual: Signature) -> list[str]:
     differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
     if "collective" in differing:
         return ["collective"]
-    both = [name for name in differing if getattr(other, name) != "" != getattr(usual, name)]
+    causes = [name for name in differing if name not in _FOLLOWS]
     if "" in (other.dtype, usual.dtype):  # a call that has no plan gives neither type nor count
-        both = [name for name in both if name != "count"]
-    return [name for name in both if name not in _FOLLOWS] or differing
+        causes = [name for name in causes if name != "count"]
+    both = [name for name in causes if getattr(other, name) != "" != getattr(usual, name)]
+    return both or causes or differing
 
 
 @lru_cache(maxsize=64)
