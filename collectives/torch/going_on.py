@@ -316,7 +316,7 @@ class GoingOnExchange(BucketExchange):
 
         act: Callable[[], None] = let_in
         while True:
-            told, _ = self._met(act)
+            told, _ = self._met(act, joining=True)
             if self._ahead(told) is not None:
                 break
             if not any(one.grown for one in told.values()):
@@ -396,14 +396,17 @@ class GoingOnExchange(BucketExchange):
         if gone or before != self._seats:
             self._on_change(before, self._seats, gone, lost)
 
-    def _met(self, act: Callable[[], object]) -> tuple[dict[int, Word], bool]:
-        """Do something together with the others and meet them, or those that are left, and whether some were lost."""
+    def _met(self, act: Callable[[], object], *, joining: bool = False) -> tuple[dict[int, Word], bool]:
+        """Do something together with the others and meet them, or those that are left, and whether some were lost.
+
+        A rank that refuses a step stays; one that refuses while ranks are ``joining`` leaves with its own error.
+        """
         try:
             act()
             return self._meet(), False
-        except RefusedError:
-            raise  # no rank is lost
         except BackendError as error:
+            if isinstance(error, RefusedError) and not joining:
+                raise
             return self._go_on(error), True
 
     def _meet(self) -> dict[int, Word]:
