@@ -77,17 +77,15 @@ class Launch:
     messages : tuple of Message
     counts : int
         Address of the numbers that count the chunks of earlier collectives.
-    blocks, steps, ends : arrays
-        The tables of its phase (`Phase`), for reports of failures; None where there are none.
+    phase : Phase or None
+        Its tables, for reports of failures; None where there are none.
     """
 
     job: Any
     grid: int
     messages: tuple[Message, ...]
     counts: int = 0
-    blocks: NDArray[np.int64] | None = None
-    steps: NDArray[np.void] | None = None
-    ends: NDArray[np.void] | None = None
+    phase: Phase | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -308,13 +306,14 @@ class Engine:
 
     def _flags_of(self, launch: Launch, block: int, turn: int, peer: int, row: int) -> list[str]:
         """Return a line for each flag from a peer that a block may wait for in a round."""
-        if launch.blocks is None or launch.steps is None or launch.ends is None or block >= launch.grid:
+        tables = launch.phase
+        if tables is None or not len(tables.steps) or block >= launch.grid:
             return []
         lines = []
-        for step in launch.steps[launch.blocks[block] : launch.blocks[block + 1]]:
+        for step in tables.steps[tables.blocks[block] : tables.blocks[block + 1]]:
             chunk = turn - int(step["level"])
             for place in range(int(step["arrivals"] + step["departures"])):
-                end = launch.ends[step["first"] + place]
+                end = tables.ends[step["first"] + place]
                 if (int(end["peer"]), int(end["row"])) != (peer, row) or end["count"] < 0 or chunk < 0:
                     continue
                 arrives = place < step["arrivals"]
@@ -435,7 +434,7 @@ class Engine:
         tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
         job = self._job([*places, counts.data.ptr, number])
-        return Launch(job, len(blocks) - 1, phase.messages, counts.data.ptr, blocks, phase.steps, phase.ends)
+        return Launch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
         """Put tables into the GPU's memory; where each lies."""
