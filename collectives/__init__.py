@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.lowering.lower import lower
-from collectives.lowering.table_check import check_table
-from collectives.lowering.transfer_table import TransferTable
-from collectives.selection.error_feedback import ErrorFeedback, warm_up_density
-from collectives.selection.topk import topk
+from collectives.sparse.selection.error_feedback import ErrorFeedback, warm_up_density
+from collectives.sparse.selection.topk import topk
+from collectives.tables.lowering import lower
+from collectives.tables.table_check import check_table
+from collectives.tables.transfer_table import TransferTable
 
 if TYPE_CHECKING:
-    from collectives.selection.mstopk import mstopk
-    from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD
+    from collectives.sparse.selection.mstopk import mstopk
     from collectives.training.gradient_synchronizer import GradientSynchronizer
+    from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD
     from collectives.training.report import report
 
 _HOME = {
-    "ASP": "collectives.staleness.modes",
-    "BSP": "collectives.staleness.modes",
-    "Gossip": "collectives.staleness.modes",
+    "ASP": "collectives.training.modes",
+    "BSP": "collectives.training.modes",
+    "Gossip": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
-    "LocalSGD": "collectives.staleness.modes",
-    "SSP": "collectives.staleness.modes",
-    "mstopk": "collectives.selection.mstopk",
+    "LocalSGD": "collectives.training.modes",
+    "SSP": "collectives.training.modes",
+    "mstopk": "collectives.sparse.selection.mstopk",
     "report": "collectives.training.report",
 }
 

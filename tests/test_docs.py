@@ -27,7 +27,7 @@ import pytest
 import topoplan
 from tests.support.checkout import ROOT
 from tests.support.ports import free_port
-from topoplan.formats.matrix import relation_matrix
+from topoplan.reading.pcie_tree import relation_matrix
 
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 

@@ -13,13 +13,15 @@ import pytest
 
 import topoplan
 from tests.support.checkout import ROOT
-from topoplan.choice import candidates, choose_by_size
 from topoplan.cli.main import main
-from topoplan.compare import allocation_classes, compare, compare_all
+from topoplan.engines.registry import export_machine
 from topoplan.errors import TopologyError, UsageError
-from topoplan.export import export_machine
-from topoplan.plot.machine import draw_topology
-from topoplan.topology import Topology, TopologyLike, as_topology
+from topoplan.machine.topology import Topology, TopologyLike, as_topology
+from topoplan.model.candidates import candidates
+from topoplan.model.schedule_selection import choose_by_size
+from topoplan.operate.compare.allocations import allocation_classes
+from topoplan.operate.compare.comparison import compare, compare_all
+from topoplan.operate.plot.machine import draw_topology
 
 NAME = "v100x4"
 MACHINE = topoplan.load(NAME)

@@ -63,9 +63,9 @@ def test_a_wheel_plans_verifies_and_runs(built: Path, tmp_path: Path) -> None:
     assert "allreduce of 8 ranks, loopback" in printed(
         "-m", "topoplan", "bench", "plan.json", "--sizes", "64KB"
     )
-    sources = "from collectives.kernels import kernel_names, kernel_source; print(len(kernel_source(kernel_names())))"
+    sources = "from collectives.tables.kernels import source; print(len(source.kernel_source(source.kernel_names())))"
     assert int(printed("-c", sources)) > 0
-    assert {path.relative_to(ROOT) for path in ROOT.glob("collectives/kernels/*.cu")} <= {
+    assert {path.relative_to(ROOT) for path in ROOT.glob("collectives/tables/kernels/*.cu")} <= {
         path.relative_to(home) for path in home.rglob("*.cu")
     }
 

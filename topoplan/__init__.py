@@ -11,12 +11,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from topoplan.bounds.upper_bound import bound
-    from topoplan.choice.by_size import plan_by_size
-    from topoplan.clusters.build import cluster
-    from topoplan.clusters.server import Server
-    from topoplan.clusters.shapes import nvswitch_cluster
-    from topoplan.degraded import slow_links, without_devices, without_gpus, without_links
     from topoplan.errors import (
         BackendError,
         InfeasibleError,
@@ -27,78 +21,81 @@ if TYPE_CHECKING:
         TopoplanError,
         UsageError,
     )
-    from topoplan.formats.load import load
-    from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
-    from topoplan.packing.mesh import plan_mesh
-    from topoplan.packing.planner import plan
-    from topoplan.packing.survival import Replanned, plan_survival, replan
+    from topoplan.machine.cluster import cluster, nvswitch_cluster
+    from topoplan.machine.cluster_network import Server
+    from topoplan.machine.topology import Device, Link, Topology
+    from topoplan.machine.variants import slow_links, without_devices, without_gpus, without_links
+    from topoplan.model.asynchronous_training import neighbour_probabilities
+    from topoplan.model.closed_form import simulate
+    from topoplan.model.schedule_selection import plan_by_size
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan
     from topoplan.plans.size_plans import SizePlans, load_plan, load_survival
     from topoplan.plans.survival import SurvivalPlans, surviving_ranks, verify_survival
     from topoplan.plans.verify import verify
-    from topoplan.probing.probe import probe
-    from topoplan.schedules.double_binary_tree import double_binary_tree
-    from topoplan.schedules.lowest_tree import lowest_tree
-    from topoplan.schedules.one_hop import one_hop
-    from topoplan.schedules.one_shot import one_shot
-    from topoplan.schedules.own_trees import plan_from_trees
-    from topoplan.schedules.rings.ring import ring
+    from topoplan.reading.load import load
+    from topoplan.reading.nvlink_overlay import overlay
+    from topoplan.reading.probe import probe
+    from topoplan.schedules.binary_trees import double_binary_tree
+    from topoplan.schedules.hierarchical import three_phase
+    from topoplan.schedules.low_latency import lowest_tree, one_hop, one_shot
+    from topoplan.schedules.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
-    from topoplan.schedules.three_phase import three_phase
-    from topoplan.simulation.gossip import neighbour_probabilities
-    from topoplan.simulation.model import simulate
-    from topoplan.topology import Device, Link, Topology
+    from topoplan.schedules.user_trees import plan_from_trees
+    from topoplan.solve.failure_planner import Replanned, plan_survival, replan
+    from topoplan.solve.mesh_planner import plan_mesh
+    from topoplan.solve.planner import plan
+    from topoplan.solve.upper_bound import bound
 
 _HOME = {
     "BackendError": "topoplan.errors",
-    "Device": "topoplan.topology",
+    "Device": "topoplan.machine.topology",
     "InfeasibleError": "topoplan.errors",
-    "Link": "topoplan.topology",
+    "Link": "topoplan.machine.topology",
     "MeshPlans": "topoplan.plans.mesh_plans",
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
     "RefusedError": "topoplan.errors",
-    "Replanned": "topoplan.packing.survival",
-    "Server": "topoplan.clusters.server",
+    "Replanned": "topoplan.solve.failure_planner",
+    "Server": "topoplan.machine.cluster_network",
     "SizePlans": "topoplan.plans.size_plans",
     "SurvivalPlans": "topoplan.plans.survival",
-    "Topology": "topoplan.topology",
+    "Topology": "topoplan.machine.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
-    "bound": "topoplan.bounds.upper_bound",
-    "cluster": "topoplan.clusters.build",
-    "double_binary_tree": "topoplan.schedules.double_binary_tree",
-    "load": "topoplan.formats.load",
+    "bound": "topoplan.solve.upper_bound",
+    "cluster": "topoplan.machine.cluster",
+    "double_binary_tree": "topoplan.schedules.binary_trees",
+    "load": "topoplan.reading.load",
     "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
     "load_survival": "topoplan.plans.size_plans",
-    "lowest_tree": "topoplan.schedules.lowest_tree",
-    "neighbour_probabilities": "topoplan.simulation.gossip",
-    "nvswitch_cluster": "topoplan.clusters.shapes",
-    "one_hop": "topoplan.schedules.one_hop",
-    "one_shot": "topoplan.schedules.one_shot",
-    "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
-    "plan": "topoplan.packing.planner",
-    "plan_by_size": "topoplan.choice.by_size",
-    "plan_from_trees": "topoplan.schedules.own_trees",
-    "plan_mesh": "topoplan.packing.mesh",
-    "plan_survival": "topoplan.packing.survival",
-    "probe": "topoplan.probing.probe",
-    "replan": "topoplan.packing.survival",
-    "ring": "topoplan.schedules.rings.ring",
-    "simulate": "topoplan.simulation.model",
-    "slow_links": "topoplan.degraded",
+    "lowest_tree": "topoplan.schedules.low_latency",
+    "neighbour_probabilities": "topoplan.model.asynchronous_training",
+    "nvswitch_cluster": "topoplan.machine.cluster",
+    "one_hop": "topoplan.schedules.low_latency",
+    "one_shot": "topoplan.schedules.low_latency",
+    "overlay": "topoplan.reading.nvlink_overlay",
+    "plan": "topoplan.solve.planner",
+    "plan_by_size": "topoplan.model.schedule_selection",
+    "plan_from_trees": "topoplan.schedules.user_trees",
+    "plan_mesh": "topoplan.solve.mesh_planner",
+    "plan_survival": "topoplan.solve.failure_planner",
+    "probe": "topoplan.reading.probe",
+    "replan": "topoplan.solve.failure_planner",
+    "ring": "topoplan.schedules.ring",
+    "simulate": "topoplan.model.closed_form",
+    "slow_links": "topoplan.machine.variants",
     "sparse_plan": "topoplan.schedules.sparse_plan",
     "surviving_ranks": "topoplan.plans.survival",
-    "three_phase": "topoplan.schedules.three_phase",
+    "three_phase": "topoplan.schedules.hierarchical",
     "verify": "topoplan.plans.verify",
     "verify_survival": "topoplan.plans.survival",
-    "without_devices": "topoplan.degraded",
-    "without_gpus": "topoplan.degraded",
-    "without_links": "topoplan.degraded",
+    "without_devices": "topoplan.machine.variants",
+    "without_gpus": "topoplan.machine.variants",
+    "without_links": "topoplan.machine.variants",
 }
 
 __all__ = [

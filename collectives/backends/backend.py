@@ -1,7 +1,7 @@
-"""What a back end is: it runs the rows of transfer tables for the ranks whose arrays this process holds.
+"""Define the back end protocol: it runs the rows of transfer tables for the ranks whose arrays this process holds.
 
-The communicator checks arguments, plans, lowers, gives out memory and divides averages; a back end only moves
-bytes and joins them. It is told everything about one collective by a `Call`.
+The communicator checks arguments, plans, lowers, allocates memory and divides averages; a back end only moves and
+joins bytes. A `Call` describes one collective. Optional abilities are protocols of their own, checked at run time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from collectives.arrays.library import ArrayLibrary
-from collectives.lowering.transfer_table import Given, TransferTable, place_in
-from collectives.peers.peers import World
-from collectives.peers.signature import Signature
-from collectives.peers.survivors import Survivors
+from collectives.peers.control_plane import ControlPlane, Signature
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.transfer_table import Given, TransferTable, place_in
 from topoplan.errors import BackendError
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
-from topoplan.topology import Topology
 
 Array = TypeVar("Array")
 
@@ -216,15 +215,15 @@ class Follows(Protocol):
         """
 
 
-Repeat = Callable[[int, int, int], None]
+PreparedRun = Callable[[int, int, int], None]
 """Runs a collective of a kind: its number, and the addresses of input and result."""
 
 
 @runtime_checkable
-class Repeats(Protocol):
+class PreparesRuns(Protocol):
     """A back end of one rank that needs less time for a collective that is like one before."""
 
-    def repeated(self, call: Call[Any]) -> Repeat | None:
+    def repeated(self, call: Call[Any]) -> PreparedRun | None:
         """What runs calls that differ from this one only in their number and in where their arrays begin.
 
         It takes addresses of contiguous arrays, aligned to their elements, which overlap only where results take the
@@ -233,7 +232,7 @@ class Repeats(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceEvent:
     """Something that a rank did in a collective, for a timeline.
 
     Parameters
@@ -255,7 +254,7 @@ class Step:
 class Traces(Protocol):
     """A back end that tells what it does in a collective."""
 
-    def trace(self, steps: list[Step] | None) -> None:
+    def trace(self, steps: list[TraceEvent] | None) -> None:
         """Add the steps of the collectives from now on to a list; with None no longer."""
 
 
@@ -346,7 +345,7 @@ class Splits(Protocol):
 
 
 @runtime_checkable
-class GoesOn(Protocol):
+class Recovers(Protocol):
     """A back end of one rank whose ranks can go on when others are gone.
 
     Attributes
@@ -357,7 +356,7 @@ class GoesOn(Protocol):
         What that of a rank that joins these must be made with, as JSON has it (`open_among`).
     """
 
-    survivors: Survivors | None
+    survivors: MembershipProtocol | None
 
     @property
     def about(self) -> dict[str, Any]:
@@ -401,7 +400,7 @@ class HasEngines(Protocol):
 
 
 class OneRank:
-    """What back ends of one rank that have a `World` tell the other ranks through it, between collectives.
+    """What back ends of one rank that have a `ControlPlane` tell the other ranks through it, between collectives.
 
     Attributes
     ----------
@@ -410,7 +409,7 @@ class OneRank:
         Seconds that a rank waits for the others.
     """
 
-    _world: World
+    _world: ControlPlane
     _timeout: float
 
     @property

@@ -1,4 +1,4 @@
-"""The back ends by name, each loaded when it is asked for."""
+"""Open a back end by name; each one is imported when it is requested."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend, Follows
-from collectives.peers.error_rounds import Gather
-from collectives.peers.survivors import Survivors
+from collectives.peers.agreement import Gather
+from collectives.peers.membership_protocol import MembershipProtocol
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 
@@ -23,7 +23,7 @@ NEEDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BackendSettings:
     """How a back end is made.
 
     Parameters
@@ -33,7 +33,7 @@ class Settings:
     pace : float, optional
         Let every link run at its bandwidth in the plan's machine times this scale.
     engine : str
-        How nccl, and torch on GPUs, move data: see `collectives.backends.nccl.backend.NcclBackend`.
+        How nccl, and torch on GPUs, move data: see `collectives.backends.nccl.nccl_backend.NcclBackend`.
     exact : bool
         Whether sums must have the plan's bits; kernels between GPUs alone can do without.
 
@@ -55,55 +55,55 @@ class Settings:
             )
 
 
-DEFAULT = Settings(timeout=30.0)
+DEFAULT = BackendSettings(timeout=30.0)
 
 
-def _loopback(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.loopback.backend import Loopback
-    from collectives.backends.loopback.paced import PacedLoopback
+def _loopback(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.loopback.loopback_backend import Loopback
+    from collectives.backends.loopback.paced_loopback import PacedLoopback
 
     assert plan is not None, "all ranks are in this process, and the plan says how many"
     size, pace = len(plan.ranks), settings.pace
     return Loopback(size) if pace is None else PacedLoopback(size, scale=pace)
 
 
-def _loopback_gpu(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.arrays.cupy_arrays import load_cupy
-    from collectives.backends.loopback_gpu.backend import LoopbackGpu
+def _loopback_gpu(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+    from collectives.tables.cupy_arrays import load_cupy
 
     assert plan is not None, "all ranks are in this process, and the plan says how many"
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
-def _mpi(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.mpi.backend import MpiBackend
+def _mpi(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.mpi.mpi_backend import MpiBackend
 
     return MpiBackend(timeout=settings.timeout)
 
 
-def _nccl(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.nccl.backend import NcclBackend
+def _nccl(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.nccl.nccl_backend import NcclBackend
 
     return NcclBackend.from_environment(
         timeout=settings.timeout, engine=settings.engine, exact=settings.exact
     )
 
 
-def _shared(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.shared.backend import SharedBackend
+def _shared(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.shared.shared_backend import SharedBackend
 
     return SharedBackend.from_environment(timeout=settings.timeout)
 
 
-def _tcp(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.tcp.backend import TcpBackend
+def _tcp(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.tcp.tcp_backend import TcpBackend
 
     ranks = None if plan is None or not machine_helpers(plan) else len(plan.ranks)
     return TcpBackend.from_environment(timeout=settings.timeout, pace=settings.pace, ranks=ranks)
 
 
-def _torch(plan: Plans | None, settings: Settings) -> Backend[Any]:
-    from collectives.backends.torch.members import open_torch
+def _torch(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
+    from collectives.backends.torch.backend_selection import open_torch
 
     return open_torch(timeout=settings.timeout, engine=settings.engine, exact=settings.exact)
 
@@ -114,7 +114,7 @@ ENGINED = ("nccl", "torch")
 PACED = ("loopback", "tcp")
 """The back ends that can hold links to the bandwidths of the plan's machine."""
 
-BACKENDS: dict[str, Callable[[Plans | None, Settings], Backend[Any]]] = {
+BACKENDS: dict[str, Callable[[Plans | None, BackendSettings], Backend[Any]]] = {
     "loopback": _loopback,
     "loopback-gpu": _loopback_gpu,
     "mpi": _mpi,
@@ -128,7 +128,7 @@ BACKENDS: dict[str, Callable[[Plans | None, Settings], Backend[Any]]] = {
 The plan may be None where a process holds one rank: it can be opened before there is a plan."""
 
 
-def check_backend(name: str, settings: Settings = DEFAULT) -> None:
+def check_backend(name: str, settings: BackendSettings = DEFAULT) -> None:
     """Raise `UsageError` where there is no such back end, a library is missing, or it has no such settings."""
     if name not in BACKENDS:
         *others, last = sorted(BACKENDS)
@@ -148,8 +148,8 @@ def check_backend(name: str, settings: Settings = DEFAULT) -> None:
 
 def _check_gpu(name: str) -> None:
     """Raise `UsageError` where there is no GPU, driver or NCCL: once, before each rank finds that out."""
-    from collectives.arrays.cupy_arrays import load_cupy
-    from collectives.backends.nccl.library import find_library
+    from collectives.backends.nccl.nccl_library import find_library
+    from collectives.tables.cupy_arrays import load_cupy
 
     cupy = load_cupy(name)
     if name == "nccl":
@@ -191,7 +191,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
                 )
 
 
-def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:
+def open_backend(name: str, plan: Plans, settings: BackendSettings) -> Backend[Any]:
     """The back end of this name.
 
     Raises
@@ -203,12 +203,12 @@ def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:
     return BACKENDS[name](plan, settings)
 
 
-def open_among(
+def open_joining_backend(
     name: str,
     gather: Gather,
     rank: int,
     size: int,
-    survivors: Survivors,
+    survivors: MembershipProtocol,
     timeout: float,
     about: Mapping[str, Any],
 ) -> Backend[Any]:
@@ -240,17 +240,23 @@ def open_among(
 
 
 def _join_nccl(
-    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    survivors: MembershipProtocol,
+    timeout: float,
+    about: Mapping[str, Any],
 ) -> Backend[Any]:
-    from collectives.arrays.cupy_arrays import load_cupy
-    from collectives.backends.nccl.backend import NcclBackend, own_gpu
+    from collectives.backends.nccl.nccl_backend import NcclBackend, use_local_gpu
+    from collectives.tables.cupy_arrays import load_cupy
 
     cupy = load_cupy("nccl")
     return NcclBackend.among(
         gather,
         range(size),
         cupy,
-        device=own_gpu(cupy),
+        device=use_local_gpu(cupy),
         rank=rank,
         local=survivors.local,
         timeout=timeout,
@@ -260,27 +266,45 @@ def _join_nccl(
 
 
 def _join_shared(
-    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    survivors: MembershipProtocol,
+    timeout: float,
+    about: Mapping[str, Any],
 ) -> Backend[Any]:
-    from collectives.backends.shared.backend import SharedBackend
+    from collectives.backends.shared.shared_backend import SharedBackend
 
     arrays = _arrays(about)
     return SharedBackend(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, arrays=arrays)
 
 
 def _join_tcp(
-    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    survivors: MembershipProtocol,
+    timeout: float,
+    about: Mapping[str, Any],
 ) -> Backend[Any]:
-    from collectives.backends.tcp.backend import TcpBackend
+    from collectives.backends.tcp.tcp_backend import TcpBackend
 
     about = {**about, "arrays": _arrays(about)}
     return TcpBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, **about)
 
 
 def _join_torch(
-    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    survivors: MembershipProtocol,
+    timeout: float,
+    about: Mapping[str, Any],
 ) -> Backend[Any]:
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     return TorchBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
 
@@ -289,15 +313,21 @@ def _arrays(about: Mapping[str, Any]) -> Any:
     """The kind of arrays that a back end of others takes; None for numpy's."""
     if about.get("arrays") != "torch":
         return None
-    from collectives.backends.torch.members import torch_arrays
+    from collectives.backends.torch.backend_selection import torch_arrays
 
     return torch_arrays()
 
 
 def _join_mpi(
-    gather: Gather, *, rank: int, size: int, survivors: Survivors, timeout: float, about: Mapping[str, Any]
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    survivors: MembershipProtocol,
+    timeout: float,
+    about: Mapping[str, Any],
 ) -> Backend[Any]:
-    from collectives.backends.mpi.backend import join_mpi
+    from collectives.backends.mpi.mpi_backend import join_mpi
 
     return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
 

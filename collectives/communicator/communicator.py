@@ -1,4 +1,4 @@
-"""The Communicator: the collectives of a plan's ranks, run on arrays by a back end."""
+"""Define the Communicator: the collectives of a plan's ranks, run on arrays by a back end."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, Captures, GivesMemory, Splits, Step, Traces
-from collectives.backends.open_backend import Settings, check_helpers, open_backend
-from collectives.communicator.dense_collectives import DenseCollectives
-from collectives.communicator.going_on import CANNOT, Terms, can_go_on, come
-from collectives.communicator.handle import Batch, Handle, InOrder, Outcome
-from collectives.communicator.members import Members
-from collectives.communicator.sparse_collectives import SparseCollectives
-from collectives.communicator.watching import LEAST_BYTES, MODES, check_watched
-from collectives.communicator.what_is_left import Change
-from collectives.communicator.what_is_slow import SlowLink, SlowRank
-from collectives.execution.chunk_size import ChunkSizes
-from collectives.execution.execution import Execution
-from collectives.execution.plan_store import PlanStore
-from collectives.execution.request import request
-from collectives.execution.serving import is_helper, serve
-from collectives.job.given_plan import GivenPlan, open_for_plan
-from collectives.peers.survivors import Survivors
+from collectives.backends.backend import Backend, Captures, GivesMemory, Splits, TraceEvent, Traces
+from collectives.backends.execution import Execution
+from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
+from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
+from collectives.backends.request import request
+from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
+from collectives.communicator.handle import CallQueue, CollectiveOutcome, Handle, StepBatch
+from collectives.communicator.job_plan import PlanLike, open_backend_for_plan
+from collectives.communicator.link_monitor import (
+    MIN_MONITORED_BYTES,
+    ON_SLOW_MODES,
+    SlowLink,
+    SlowRank,
+    check_monitoring,
+)
+from collectives.communicator.membership import CommunicatorMembers, is_helper, serve_as_helper
+from collectives.communicator.recovery import (
+    RECOVERY_UNSUPPORTED,
+    JoinSettings,
+    PlanChange,
+    can_recover,
+    join_recovery,
+)
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan, Plans
 
@@ -70,14 +77,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         library, on which one of them plans for all. Of plans by size (`topoplan.plan_by_size`, or a file of them)
         every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
         ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way
-        (`topoplan.choice.alike`) on the same allocation and channels when they are first used, and kept: rank 0 plans
-        for all, who wait as long as that takes.
+        (`topoplan.model.schedule_selection`) on the same allocation and channels when they are first used, and kept:
+        rank 0 plans for all, who wait as long as that takes.
     backend : str or Backend
         A name, for a back end with its default settings, or one that was made with other settings. One that is given
         stays open where no communicator can be made of it; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
-        fastest that is found in the first calls of each size (`collectives.execution.chunk_size`).
+        fastest that is found in the first calls of each size (`collectives.backends.plan_and_chunk_store`).
     chunk_file : path, optional
         Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
@@ -141,7 +148,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     def __init__(
         self,
-        plan: GivenPlan,
+        plan: PlanLike,
         backend: str | Backend[Any] = "loopback",
         *,
         chunk_bytes: int | None = None,
@@ -152,7 +159,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         on_failure: str = "raise",
         on_slow: str = "ignore",
     ) -> None:
-        if on_slow not in MODES:
+        if on_slow not in ON_SLOW_MODES:
             raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
@@ -160,7 +167,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(
                 f"the {backend.name} back end is made already; give engine and exact to it, or name it here"
             )
-        settings = Settings(timeout, engine=engine, exact=exact)
+        settings = BackendSettings(timeout, engine=engine, exact=exact)
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # for which ranks would plan where they run
             raise UsageError(
@@ -168,7 +175,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                 "plan file or the name of a machine"
             )
         if not isinstance(plan, Plans):
-            opened, plan = open_for_plan(backend, plan, settings)
+            opened, plan = open_backend_for_plan(backend, plan, settings)
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
             store = PlanStore(plan)
@@ -182,10 +189,10 @@ class Communicator(DenseCollectives, SparseCollectives):
                     f"start {len(plan.ranks)} processes, or plan for other GPUs"
                 )
             check_helpers(plan, opened)
-            if on_failure == "shrink" and not can_go_on(opened):
-                raise UsageError(CANNOT.format(name=opened.name))
+            if on_failure == "shrink" and not can_recover(opened):
+                raise UsageError(RECOVERY_UNSUPPORTED.format(name=opened.name))
             if on_slow != "ignore":
-                check_watched(opened, plan, replans=on_slow == "replan")
+                check_monitoring(opened, plan, replans=on_slow == "replan")
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():
@@ -197,9 +204,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
         self.on_failure = on_failure
-        terms = Terms(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
-        self._members = Members(Execution(store, opened, chunks), plan, terms)
-        self._in_order = InOrder(self.arrays)
+        terms = JoinSettings(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
+        self._members = CommunicatorMembers(Execution(store, opened, chunks), plan, terms)
+        self._in_order = CallQueue(self.arrays)
 
     @property
     def plan(self) -> Plans:
@@ -419,9 +426,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         PlanError
             Their plan is wrong.
         """
-        survivors = Survivors.knock(invitation, seat=seat, wait=wait)
+        survivors = MembershipProtocol.knock(invitation, seat=seat, wait=wait)
         try:
-            left, terms = come(survivors)
+            left, terms = join_recovery(survivors)
         except BaseException:
             survivors.close()
             raise
@@ -516,7 +523,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     print(comm.notes[-1])
         without link gpu0-gpu3: 8 ranks (gpu0 gpu1 gpu2 gpu3 gpu4 gpu5 gpu6 gpu7) at 78.57 GB/s, before 85.71
         """
-        change = Change.of(without_links=without_links, slow_links=slow_links)
+        change = PlanChange.of(without_links=without_links, slow_links=slow_links)
         if not change.without_links and not change.slow_links:
             raise UsageError("nothing is different; name links in without_links or slow_links")
         self._in_order.run(partial(self._members.replan, change))
@@ -560,7 +567,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         Where one of them is refused, the later ones raise the same `RefusedError` and exchange nothing. All ranks must
         start the same collectives between the two calls, up to one that is refused.
         """
-        self._in_order.batch = Batch()
+        self._in_order.batch = StepBatch()
 
     def end_batch(self) -> None:
         """End what `begin_batch` has begun, also where some of it still runs; calling it twice is fine."""
@@ -622,7 +629,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         return self._in_order.run(lambda: self._open().traffic.sent, exchanges=False)
 
     @contextmanager
-    def trace(self) -> Iterator[list[Step]]:
+    def trace(self) -> Iterator[list[TraceEvent]]:
         """What this process does in the collectives inside, with the times of the host's steady clock.
 
         Where ranks share memory: their meetings, what they wait for, copy and add up; with ``tcp``: meetings, and when
@@ -634,7 +641,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             To which collectives add when they end.
         """
         backend = self._open().backend
-        steps: list[Step] = []
+        steps: list[TraceEvent] = []
         if isinstance(backend, Traces):
             self._in_order.run(partial(backend.trace, steps), exchanges=False)
         try:
@@ -652,7 +659,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     @property
     def is_helper(self) -> bool:
-        """Whether this process is no rank, but a device that adds and copies in the plan (see `serve`)."""
+        """Whether this process is no rank, but a device that adds and copies in the plan (see `serve_as_helper`)."""
         return is_helper(self._open().backend)
 
     def serve(self) -> int:
@@ -674,7 +681,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             A rank or another helper has failed.
         """
         execution = self._open()
-        return self._in_order.run(lambda: serve(execution.backend, execution.store))
+        return self._in_order.run(lambda: serve_as_helper(execution.backend, execution.store))
 
     def refuse(self, reason: str) -> None:
         """Refuse the next collective with all ranks, and say why: the others raise `RefusedError` in it.
@@ -712,7 +719,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError("this process is a helper and has nothing to put in; call serve")
         if self._members.repeats:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
-        below = LEAST_BYTES if self._members.watched else None
+        below = MIN_MONITORED_BYTES if self._members.watched else None
         task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
         if task is None:
             try:
@@ -722,7 +729,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                 raise
             task = partial(self._members.run, execution, checked)
         if async_op:
-            return self._in_order.submit(task, Outcome(among=self.seats))
+            return self._in_order.submit(task, CollectiveOutcome(among=self.seats))
         return self._in_order.run(task)
 
     def _start_to_end(
@@ -741,7 +748,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         except UsageError as error:
             self.refuse(str(error))
             raise
-        outcome = Outcome()
+        outcome = CollectiveOutcome()
         seat = None if root is None else seats[root]
         task = partial(self._members.run_to_end, collective, seat, op, arrays, out, seats, outcome)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)

@@ -1,4 +1,4 @@
-"""Collectives in the background: they run one after another, in the order in which they were called."""
+"""Run collectives in the background, one after another in the order in which they were called."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from collectives.arrays.library import ArrayLibrary
-from collectives.arrays.numpy_arrays import NumpyArrays
+from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import NumpyArrays
 from topoplan.errors import RefusedError
 
 if TYPE_CHECKING:
-    from collectives.sparse.explanation import Explanation
+    from collectives.sparse.exchange_choice import SparseExplanation
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class CollectiveOutcome:
     """How a collective came to its end: filled in while it runs.
 
     Parameters
@@ -38,7 +38,7 @@ class Outcome:
     repeated: bool = False
     without: tuple[int, ...] = ()
     among: tuple[int, ...] = ()
-    exchange: Explanation | None = None
+    exchange: SparseExplanation | None = None
 
 
 class Handle(Generic[Result]):
@@ -52,11 +52,11 @@ class Handle(Generic[Result]):
         self,
         future: Future[Result],
         received: Callable[[object], None] | None = None,
-        outcome: Outcome | None = None,
+        outcome: CollectiveOutcome | None = None,
     ) -> None:
         self._future = future
         self._received = received
-        self._outcome = outcome or Outcome()
+        self._outcome = outcome or CollectiveOutcome()
 
     @property
     def repeated(self) -> bool:
@@ -82,7 +82,7 @@ class Handle(Generic[Result]):
         return self._outcome.among
 
     @property
-    def exchange(self) -> Explanation | None:
+    def exchange(self) -> SparseExplanation | None:
         """Once it is done, of a sparse collective: what travelled, and why."""
         return self._outcome.exchange
 
@@ -145,7 +145,7 @@ class Handle(Generic[Result]):
         return result
 
 
-class Batch:
+class StepBatch:
     """Collectives of one training step: where one is refused, the later ones exchange nothing.
 
     A rank that refuses one starts no later one. Its peers may have queued them already.
@@ -173,7 +173,7 @@ class Batch:
         return run
 
 
-class InOrder:
+class CallQueue:
     """Runs tasks one after another: in the background, or at once where nothing is in the background.
 
     Parameters
@@ -187,7 +187,7 @@ class InOrder:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
-        self.batch: Batch | None = None
+        self.batch: StepBatch | None = None
         """The batch of the exchanges that are started from now on."""
 
     def run(self, task: Callable[[], Result], *, exchanges: bool = True) -> Result:
@@ -205,7 +205,7 @@ class InOrder:
         return result
 
     def submit(
-        self, task: Callable[[], Result], outcome: Outcome | None = None, *, exchanges: bool = True
+        self, task: Callable[[], Result], outcome: CollectiveOutcome | None = None, *, exchanges: bool = True
     ) -> Handle[Result]:
         """Start the task in the background, after everything that was submitted before."""
         if self._worker is None:

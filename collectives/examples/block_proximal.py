@@ -42,11 +42,11 @@ Floats = NDArray[np.float64]
 MARGIN = 0.5
 """Of the largest violation of a pass: what a weight's gradient must stay below the penalty to be left out."""
 
-MOST_PASSES = 20_000
+MAX_PASSES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RegressionProblem:
     """Samples by rank, and what is asked.
 
     Parameters
@@ -94,7 +94,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DescentRun:
     """How a run went.
 
     Parameters
@@ -114,7 +114,9 @@ class Run:
     objectives: list[float]
 
 
-def made(*, ranks: int = 4, samples: int = 2000, features: int = 120, seed: int = 1) -> Problem:
+def make_problem(
+    *, ranks: int = 4, samples: int = 2000, features: int = 120, seed: int = 1
+) -> RegressionProblem:
     """A problem in which a tenth of the weights matter."""
     draw = np.random.default_rng(seed)
     inputs = draw.standard_normal((samples, features)) * (draw.random((samples, features)) < 0.2)
@@ -122,10 +124,12 @@ def made(*, ranks: int = 4, samples: int = 2000, features: int = 120, seed: int 
     kinds = np.where(draw.random(samples) < 1 / (1 + np.exp(-inputs @ truth)), 1.0, -1.0)
     borders = np.linspace(0, features, 7).astype(int).tolist()
     blocks = tuple(slice(*ends) for ends in pairwise(borders))
-    return Problem(np.array_split(inputs, ranks), np.array_split(kinds, ranks), 0.004, blocks)
+    return RegressionProblem(np.array_split(inputs, ranks), np.array_split(kinds, ranks), 0.004, blocks)
 
 
-def descend(problem: Problem, *, delay: int, filtered: bool, close: float = 1e-10, seed: int = 2) -> Run:
+def descend(
+    problem: RegressionProblem, *, delay: int, filtered: bool, close: float = 1e-10, seed: int = 2
+) -> DescentRun:
     """Move blocks until no weight breaks the conditions of the optimum by more than ``close``.
 
     Raises
@@ -143,7 +147,7 @@ def descend(problem: Problem, *, delay: int, filtered: bool, close: float = 1e-1
     margin, objectives = np.inf, [problem.objective(history[0])]
     plan = topoplan.plan("dgx-2", gpus=range(len(problem.kinds)))
     with Communicator(plan) as comm:
-        for passes in range(MOST_PASSES):
+        for passes in range(MAX_PASSES):
             whole, worst = bool(active.all()), 0.0
             order = range(len(problem.blocks)) if passes == 0 else draw.permutation(len(problem.blocks))
             for number in order:
@@ -168,7 +172,7 @@ def descend(problem: Problem, *, delay: int, filtered: bool, close: float = 1e-1
                     break
                 active[:] = True
         nbytes = sum(comm.bytes_sent().values())
-    return Run(history[-1], len(objectives) - 1, nbytes, objectives)
+    return DescentRun(history[-1], len(objectives) - 1, nbytes, objectives)
 
 
 def violations(weights: Floats, slope: Floats, penalty: float) -> Floats:
@@ -185,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         delays = [int(one) for one in options.delays.split(",")]
-        problem = made()
+        problem = make_problem()
         print("delay  filter   moves  objective       weights  MB sent")
         for delay in delays:
             for filtered in (False, True):

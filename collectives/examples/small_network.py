@@ -1,4 +1,4 @@
-"""A network of two layers in numpy: parameters, and a batch's loss with its gradients."""
+"""Compute the loss and gradients of a two-layer network in numpy."""
 
 from __future__ import annotations
 

@@ -6,13 +6,17 @@ Start four processes, on CPU or, unchanged, on GPUs:
     torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
     torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --built-in
 
-or let it start them itself, lose one in a step, and let another come in its place (`fewer_ranks`):
+or let it start them itself, lose one in a step, and let another one join in its place:
 
     python -m collectives.examples.train_cifar_like --processes 4 --lose 2@100 --return 200
 
-Rank 0 prints the loss on images that were not trained on, and at the end what the exchanges did.
+Rank 0 prints the loss on test images, and at the end the figures of the exchanges. The lost rank gives half of its
+gradients of that step and stops; the launcher kills it (SIGKILL) and starts a new process. The survivors end the step
+without it. At the step of the return the new process joins and gets parameters, moments and the step from them. Every
+rank draws the samples of all ranks in every step, and takes those of its original rank.
 
-The images are like CIFAR-10's (`cifar_like`).
+Images are like CIFAR-10's: 3 x 32 x 32, ten classes. A class is a handful of coloured blobs; an image shows them
+shifted, scaled and dimmed at random, under noise. One label of six is random, so the loss has a floor.
 """
 
 from __future__ import annotations
@@ -20,24 +24,264 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
-from collectives import report
-from collectives.examples import fewer_ranks
+from collectives import GradientSynchronizer, report
+from collectives.communicator.launch import local_ranks
 from collectives.examples.cached_loader import CachedLoader
-from collectives.examples.cifar_like import TESTED, TRAINED, images, network, tested
-from collectives.staleness.modes import Straggler
 from collectives.torch import HookState, topoplan_hook
-from topoplan.errors import TopoplanError
+from collectives.training.modes import Straggler
+from topoplan.errors import TopoplanError, UsageError
+
+TRAINING_IMAGES, TEST_IMAGES = 8192, 4096
+
+CLASSES, SIDE = 10, 32
+BLOBS = 4
+WRONG_LABELS = 1 / 6
+"""Share of the labels that are drawn by chance."""
+
+
+def images(count: int, *, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Images and their classes.
+
+    Parameters
+    ----------
+    count : int
+    seed : int
+        Of the images; the classes are always the same.
+
+    Returns
+    -------
+    images : (count, 3, 32, 32) float32
+        Zero mean, values mostly within 3.
+    labels : (count,) int64
+
+    Examples
+    --------
+    >>> shown, labels = images(5, seed=1)
+    >>> shown.shape, labels.tolist()
+    ((5, 3, 32, 32), [4, 5, 5, 9, 0])
+    """
+    classes = np.random.default_rng(10)
+    places = classes.uniform(8, SIDE - 8, (CLASSES, BLOBS, 2))
+    widths = classes.uniform(2, 5, (CLASSES, BLOBS))
+    colours = classes.normal(size=(CLASSES, BLOBS, 3))
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, CLASSES, count)
+    shifts = generator.uniform(-6, 6, (count, 1, 2))
+    sizes = generator.uniform(0.7, 1.4, (count, 1))
+    dimmed = generator.uniform(0.5, 1.5, (count, BLOBS))
+    axis = np.arange(SIDE)
+    centres = places[labels] + shifts
+    spread = 2 * (widths[labels] * sizes) ** 2
+    across = np.exp(-((axis - centres[..., :1]) ** 2) / spread[..., None])
+    down = np.exp(-((axis - centres[..., 1:]) ** 2) / spread[..., None])
+    strength = colours[labels] * dimmed[..., None]
+    shown = np.einsum("nbc,nby,nbx->ncyx", strength, down, across)
+    shown += generator.normal(scale=0.3, size=shown.shape)
+    drawn = generator.random(count) < WRONG_LABELS
+    told = np.where(drawn, generator.integers(0, CLASSES, count), labels)
+    return (shown - shown.mean()).astype(np.float32), told
+
+
+def network() -> nn.Module:
+    """Two convolutions and two layers: 137 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
+    """The mean cross entropy of a model on images."""
+    loss = float(nn.functional.cross_entropy(model(shown), labels))
+    return loss if math.isfinite(loss) else math.inf
+
+
+FOLDER_VARIABLE, RETURN_VARIABLE = "TOPOPLAN_EXAMPLE_FOLDER", "TOPOPLAN_EXAMPLE_COMES"
+"""Variables of the processes: where they leave word, and whether one comes later."""
+
+POLL_SECONDS = 0.01
+
+WAIT_SECONDS = 120.0
+"""Until the others are at the step at which they let a rank in."""
+
+
+def launch_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the ranks of a job, with what happens to them: their worst exit status.
+
+    Parameters
+    ----------
+    options : Namespace
+        What the command line says.
+    arguments : sequence of str
+        The command line.
+
+    Raises
+    ------
+    UsageError
+        Options do not go together.
+    """
+    lost = _parse_lost_rank(options)
+    command = [sys.executable, "-m", "collectives.examples.train_cifar_like", *arguments]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_ranks(command, options.processes, environment={FOLDER_VARIABLE: folder}) as ranks,
+    ):
+        if lost is not None:
+            rank, _ = lost
+            while ranks.runs(rank) and not Path(folder, "stands").exists():
+                time.sleep(POLL_SECONDS)
+            if ranks.runs(rank):
+                ranks.lose(rank)
+                if options.back is not None:
+                    ranks.start(rank, environment={RETURN_VARIABLE: "1"})
+        return ranks.wait()
+
+
+def train_losing_a_rank(options: argparse.Namespace) -> None:
+    """The life of a rank."""
+    folder, comes, lost = (
+        Path(os.environ[FOLDER_VARIABLE]),
+        RETURN_VARIABLE in os.environ,
+        _parse_lost_rank(options),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    model = network().to(getattr(torch, options.dtype))
+    parameters = list(model.parameters())
+    optimiser = torch.optim.SGD(parameters, lr=options.rate, momentum=options.sgd_momentum)
+    moments = [torch.zeros_like(one) for one in parameters]
+    for one, moment in zip(parameters, moments, strict=True):
+        optimiser.state[one]["momentum_buffer"] = moment
+    weights = [one.detach().numpy() for one in parameters]
+    state = [*weights, *(one.numpy() for one in moments)]
+    # before it meets the others, who would wait for that
+    shown, labels = (torch.from_numpy(part) for part in images(TRAINING_IMAGES, seed=1))
+    new, their_labels = (torch.from_numpy(part) for part in images(TEST_IMAGES, seed=2))
+    share = 1.0
+
+    def change(old: int, new: int) -> None:
+        """As many samples fewer as there are ranks, so smaller steps."""
+        nonlocal share
+        share = new / options.processes
+        if comm.rank == 0:
+            print(f"{new} ranks, before {old}: rate of learning times {share:g}", flush=True)
+
+    with GradientSynchronizer(
+        weights,
+        options.plan,
+        backend="tcp",
+        bucket_bytes=int(options.bucket_mb * (1 << 20)),
+        density=options.density,
+        exchange=options.exchange,
+        low_rank=options.low_rank,
+        codes=options.codes,
+        mode=options.mode,
+        on_failure="shrink",
+        on_change=change,
+        invitation=(folder / "invitation").read_text() if comes else None,
+        timeout=WAIT_SECONDS if comes else 30.0,
+    ) as synchronizer:
+        comm = synchronizer.communicator
+        if comm.rank == 0 and not comes:
+            (folder / "invitation").write_text(comm.invitation)
+        if comes:
+            synchronizer.grow(state)
+        draws = torch.Generator().manual_seed(options.seed)
+        numbers = [
+            torch.randint(0, TRAINING_IMAGES, (options.processes, options.batch), generator=draws)
+            for _ in range(options.steps)
+        ]
+        losses = []
+        started = time.perf_counter()
+        while (step := synchronizer.recorder.step) < options.steps:
+            while step == options.back and comm.size < options.processes:
+                if synchronizer.grow(state) and comm.rank == 0:
+                    print(f"step {step}: {comm.notes[-1]}", flush=True)
+            mine = numbers[step][comm.seats[comm.rank]]
+            loss = nn.functional.cross_entropy(model(shown[mine].to(parameters[0].dtype)), labels[mine])
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = [one.grad.numpy() for one in parameters if one.grad is not None]
+            if lost == (comm.rank, step) and not comes:
+                _wait_to_be_killed(synchronizer, gradients, folder)
+            synchronizer.step(gradients, out=gradients)
+            cosine = (1 + math.cos(math.pi * step / options.steps)) / 2
+            optimiser.param_groups[0]["lr"] = options.rate * share * cosine
+            optimiser.step()
+            synchronizer.after_step(weights)
+            if (step + 1) % options.every == 0 or step + 1 == options.steps:
+                losses.append((step + 1, mean_loss(model, new.to(parameters[0].dtype), their_labels)))
+                if comm.rank == 0:
+                    print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
+        seconds = time.perf_counter() - started
+        synchronizer.finish(weights)
+        found = sha256(b"".join(one.tobytes() for one in state)).hexdigest()[:16]
+        same = len(set(comm.gather_texts(found))) == 1
+        if comm.rank == 0:
+            print(
+                f"parameters and moments of the {comm.size} ranks {'are the same' if same else 'DIFFER'}: {found}"
+            )
+            print(report())
+            if options.out:
+                told = {"losses": losses, "final": losses[-1][1], "seconds": seconds, "same": same}
+                Path(options.out).write_text(json.dumps(told))
+
+
+def _wait_to_be_killed(synchronizer: GradientSynchronizer, gradients: Sequence[object], folder: Path) -> None:
+    """Give half of the gradients, and wait to be killed."""
+    for index in reversed(range(len(gradients) // 2, len(gradients))):
+        synchronizer.ready(index, gradients[index])
+    (folder / "stands").touch()
+    time.sleep(WAIT_SECONDS)
+
+
+def _parse_lost_rank(options: argparse.Namespace) -> tuple[int, int] | None:
+    """Which rank is lost, and in which step."""
+    for name in ("built_in", "cached", "compress", "straggler", "plot", "work"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for processes that torchrun starts; leave it out"
+            )
+    if options.dtype == "bfloat16":
+        raise UsageError("--dtype bfloat16 is for processes that torchrun starts; numpy has none")
+    if options.lose is None:
+        if options.back is not None:
+            raise UsageError("nobody is lost that could return; give --lose")
+        return None
+    rank, _, step = options.lose.partition("@")
+    if not (rank.isdecimal() and step.isdecimal()) or not int(rank) < options.processes > 1:
+        raise UsageError(
+            f"--lose {options.lose} names no rank and step; give for example 2@100, of 2 processes or more"
+        )
+    if int(step) >= options.steps:
+        raise UsageError(f"there is no step {step} of {options.steps} in which a rank could be lost")
+    if options.back is not None and not int(step) < options.back < options.steps:
+        raise UsageError(
+            f"a rank that is lost in step {step} cannot return in step {options.back} of {options.steps}"
+        )
+    return int(rank), int(step)
 
 
 def main() -> None:
@@ -48,10 +292,10 @@ def main() -> None:
         parser.error("--lose and --return are for --processes")
     if options.processes:
         try:
-            if fewer_ranks.FOLDER in os.environ:
-                fewer_ranks.train(options)
+            if FOLDER_VARIABLE in os.environ:
+                train_losing_a_rank(options)
                 return
-            sys.exit(fewer_ranks.launch(options, sys.argv[1:]))
+            sys.exit(launch_ranks(options, sys.argv[1:]))
         except TopoplanError as error:
             parser.exit(2, f"{error}\n")
     cuda = torch.cuda.is_available()
@@ -78,15 +322,16 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(options.seed)
     model = nn.parallel.DistributedDataParallel(network().to(device, dtype), bucket_cap_mb=options.bucket_mb)
     state = None if options.built_in else _hooked(model, options)
-    shown, labels = (torch.from_numpy(part).to(device) for part in images(TRAINED, seed=1))
-    new, their_labels = (torch.from_numpy(part).to(device) for part in images(TESTED, seed=2))
+    shown, labels = (torch.from_numpy(part).to(device) for part in images(TRAINING_IMAGES, seed=1))
+    new, their_labels = (torch.from_numpy(part).to(device) for part in images(TEST_IMAGES, seed=2))
     optimiser = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=options.sgd_momentum)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.steps)
     straggler = _straggler(options.straggler)
     drawn = torch.Generator().manual_seed(options.seed)
     # every rank draws the numbers of all, and takes its own
     draws = [
-        torch.randint(0, TRAINED, (size, options.batch), generator=drawn)[rank] for _ in range(options.steps)
+        torch.randint(0, TRAINING_IMAGES, (size, options.batch), generator=drawn)[rank]
+        for _ in range(options.steps)
     ]
     losses = []
     started = time.perf_counter()
@@ -100,13 +345,13 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         optimiser.step()
         schedule.step()
         if step % options.every == options.every - 1 or step == options.steps - 1:
-            losses.append((step + 1, tested(model.module, new.to(dtype), their_labels)))
+            losses.append((step + 1, mean_loss(model.module, new.to(dtype), their_labels)))
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
     seconds, gap = _slowest(time.perf_counter() - started, None if state is None else state.gap)
     if state is not None:
         state.finish()
-    final = tested(model.module, new.to(dtype), their_labels)
+    final = mean_loss(model.module, new.to(dtype), their_labels)
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
         if state is not None:

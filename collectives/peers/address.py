@@ -1,7 +1,7 @@
-"""Where the ranks of a job meet: ``host:port`` or ``unix:/path``.
+"""Parse, listen at and connect to the addresses of a job's ranks: ``host:port`` or ``unix:/path``.
 
-A Unix path is reached from every network namespace of the machine, so ranks whose only networks are the links of
-a test bed can still meet.
+A Unix path is reached from every network namespace of the machine, so ranks whose only networks are the links of a
+test bed can still connect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collectives.peers.error_rounds import Gather
+from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
 
 RETRY_SECONDS = 0.05
@@ -98,7 +98,7 @@ def listen(address: Address) -> socket.socket:
         Another process listens there, the path is something else, or the address is not one of this machine.
     """
     if not address.path:
-        family = socket.AF_INET6 if ":" in number_of_host(address.host) else socket.AF_INET
+        family = socket.AF_INET6 if ":" in resolve_host(address.host) else socket.AF_INET
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -180,7 +180,7 @@ def _has_two_ends(made: socket.socket, address: Address) -> bool:
         return False
 
 
-def ahead_of_data(connection: socket.socket) -> None:
+def prioritize(connection: socket.socket) -> None:
     """Let what a connection carries overtake bulk data where the network has queues by priority, as heartbeats must.
 
     Low delay as the type of service, which switches read, and the system's interactive priority. What a system or an
@@ -195,7 +195,7 @@ def ahead_of_data(connection: socket.socket) -> None:
             connection.setsockopt(getattr(socket, where), getattr(socket, name), value)
 
 
-def this_host() -> str:
+def host_identity() -> str:
     """What two processes have in common that reach each other by the loopback address: a kernel and its network."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -204,10 +204,10 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def processes_seen() -> str:
+def process_namespace() -> str:
     """What two processes have in common that see each other by their numbers; nothing where that is not known."""
     try:
-        return this_host() + os.readlink("/proc/self/ns/pid")
+        return host_identity() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return secrets.token_hex(8)
 
@@ -229,7 +229,7 @@ def address_among(gather: Gather, rank: int) -> str:
     str
         Empty on all ranks where one of them reaches no address of rank 0's machine.
     """
-    hosts = gather(this_host())
+    hosts = gather(host_identity())
     if len(set(hosts)) == 1:
         return "127.0.0.1"
     listener = socket.create_server(("", 0), backlog=1024) if rank == 0 else None
@@ -284,7 +284,7 @@ def address_of_interface(name: str) -> str:
 def _try_connect(address: Address, timeout: float) -> socket.socket:
     if not address.path:
         made = socket.create_connection((address.host, address.port), timeout)
-        ahead_of_data(made)
+        prioritize(made)
         return made
     made = socket.socket(socket.AF_UNIX)
     try:
@@ -304,7 +304,7 @@ def _answers(path: str) -> bool:
     return True
 
 
-def number_of_host(host: str) -> str:
+def resolve_host(host: str) -> str:
     """Return the number of a host, IPv4 if it has one."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
-"""What the ranks of one host tell each other through shared memory: counters, notes and failures.
+"""Define the pages by which the ranks of one host exchange counters, notes and failures through shared memory.
 
-Every rank has a page of its own and writes only there, so nothing needs a lock. A word is 8 bytes and is written
-whole. What a word announces is written before it; a fence keeps that order on processors that would not.
+Every rank writes only to a page of its own, so no lock is needed. A word has 8 bytes and is written at once. Data is
+written before the word that announces it; a fence keeps that order on processors that would not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.peers.signature import LENGTH
+from collectives.peers.control_plane import LENGTH
 from topoplan.errors import BackendError, UsageError
 
 PAGE = 4096
@@ -33,7 +33,7 @@ CLOSED, LEAVING = 64, 65
 """Words: 1 when the rank has closed its communicator, and when its process is about to end."""
 FAILED = 80
 """Word: 1 when the rank has written a failure."""
-ASLEEP, UNTIL, BELL = 96, 97, 112
+ASLEEP, UNTIL, WAKE_COUNT = 96, 97, 112
 """Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; what it sleeps for; and
 how often others have woken it."""
 NOTE = 2048
@@ -55,7 +55,7 @@ SHOWABLE = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class HostPlacement:
     """Which ranks share memory: those of one host, unless told otherwise.
 
     Numbers of hosts mean nothing but equality: ranks with the same number exchange through shared memory, all others
@@ -72,7 +72,7 @@ class Placement:
 
     Examples
     --------
-    >>> place = Placement(2, (0, 0, 1, 1), (11, 12, 13, 14))
+    >>> place = HostPlacement(2, (0, 0, 1, 1), (11, 12, 13, 14))
     >>> place.members, place.place, place.leaders, place.leader
     ((2, 3), 0, (0, 2), 2)
     """
@@ -119,7 +119,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """Why a collective cannot go on, as one rank tells it to the others.
 
     Parameters
@@ -138,8 +138,8 @@ class Failure:
 
     Examples
     --------
-    >>> seen = Failure(2, 0, 17, "the peer died", True, 5)
-    >>> Failure.unpack(seen.pack()) == seen, seen.error(2).args[0]
+    >>> seen = RankFailure(2, 0, 17, "the peer died", True, 5)
+    >>> RankFailure.unpack(seen.pack()) == seen, seen.error(2).args[0]
     (True, 'rank 2, peer 0, step 17: the peer died')
     >>> print(seen.error(3))
     rank 3, peer 0, step 17: rank 2 noticed: the peer died
@@ -164,7 +164,7 @@ class Failure:
         return packed.ljust(self.LENGTH)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Failure:
+    def unpack(cls, data: bytes) -> RankFailure:
         """Read what `pack` wrote."""
         return cls(**json.loads(data))
 
@@ -174,28 +174,28 @@ class Failure:
         return BackendError(text, rank=rank, peer=self.peer, step=self.step)
 
 
-class Room(NamedTuple):
+class AddressedMemory(NamedTuple):
     """Memory, and the address at which it begins, which takes numpy longer to find than a small sum takes."""
 
     data: NDArray[np.uint8]
     address: int
 
     @classmethod
-    def of(cls, data: NDArray[np.uint8]) -> Room:
+    def of(cls, data: NDArray[np.uint8]) -> AddressedMemory:
         """Where an array of bytes lies."""
         return cls(data, data.ctypes.data)
 
 
-class Scratch:
+class ScratchMemory:
     """Memory of this process alone that is kept between calls."""
 
     def __init__(self) -> None:
-        self._room = Room.of(np.empty(0, dtype=np.uint8))
+        self._room = AddressedMemory.of(np.empty(0, dtype=np.uint8))
 
-    def of(self, nbytes: int) -> Room:
+    def of(self, nbytes: int) -> AddressedMemory:
         """At least so many bytes, the same again and again; contents undefined."""
         if len(self._room.data) < nbytes:
-            self._room = Room.of(np.empty(-(-nbytes // 64) * 64, dtype=np.uint8))
+            self._room = AddressedMemory.of(np.empty(-(-nbytes // 64) * 64, dtype=np.uint8))
         return self._room
 
 
@@ -203,7 +203,7 @@ def _nothing() -> None:
     """No fence, no alarm."""
 
 
-class Control:
+class ControlPage:
     """The pages of all ranks of a host.
 
     Parameters
@@ -226,7 +226,9 @@ class Control:
         self.ranks = len(memory) // (PAGE + 2 * SHOWABLE)
         pages = np.frombuffer(memory, np.uint8)
         self.address: int = pages.ctypes.data
-        self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SHOWABLE :]) for parity in range(2))
+        self._shown = tuple(
+            AddressedMemory.of(pages[self.ranks * PAGE + parity * SHOWABLE :]) for parity in range(2)
+        )
         self.fence = fence or _nothing
         self.alarm = _nothing
         self._bytes = memory
@@ -263,7 +265,7 @@ class Control:
         start = place * PAGE + NOTE + number % 2 * LENGTH
         return bytes(self._bytes[start : start + LENGTH])
 
-    def shown(self, number: int) -> Room:
+    def shown(self, number: int) -> AddressedMemory:
         """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SHOWABLE` bytes further."""
         return self._shown[number % 2]
 
@@ -277,7 +279,7 @@ class Control:
         start = place * PAGE + _LARGEST
         return bytes(self._bytes[start : start + length])
 
-    def write_failure(self, failure: Failure) -> None:
+    def write_failure(self, failure: RankFailure) -> None:
         """Show a failure to the other ranks, and wake them; only the first of each rank counts."""
         if not self.word(self._place, FAILED):
             packed = failure.pack()
@@ -286,12 +288,12 @@ class Control:
             self.announce(FAILED, 1)
             self.alarm()
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> RankFailure | None:
         """The earliest failure that a rank of this host has seen."""
         found = []
         for place in range(self.ranks):
             if self.word(place, FAILED):
                 self.fence()
                 start = place * PAGE + _FAILURE
-                found.append(Failure.unpack(bytes(self._bytes[start : start + Failure.LENGTH])))
+                found.append(RankFailure.unpack(bytes(self._bytes[start : start + RankFailure.LENGTH])))
         return min(found, key=lambda failure: failure.time, default=None)

@@ -1,10 +1,10 @@
-"""Waiting for other ranks, never for ever: a peer that dies or stalls ends the wait with an error.
+"""Wait for other ranks with a deadline: a peer that dies or stalls ends the wait with an error.
 
-A waiting rank first gives its processor away again and again, which is the fastest when there are more ranks than
-processors, and sleeps a little only after some milliseconds. Now and then it looks whether the peer's process still
-exists (``/proc``), and whether another rank has noticed a failure. When its time is up it follows who waits for
-whom to the rank that waits for nobody: that one stalls. Ranks that sleep inside machine code are woken for that
-(`Control.alarm`) by a thread that the system tells when a process of the host ends.
+A waiting rank yields its processor repeatedly, which is fastest with more ranks than processors, and sleeps for
+short times after some milliseconds. It polls whether the peer's process exists (``/proc``) and whether a rank has
+reported a failure. After the timeout it follows the chain of waiting ranks to the one that waits for no other: that
+rank stalls. A thread that the system notifies when a process of the host ends wakes ranks that sleep inside machine
+code (`ControlPage.alarm`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from collectives.peers.address import processes_seen
+from collectives.peers.address import process_namespace
 from collectives.peers.control_page import (
     CLOSED,
     FAILED,
     PEER,
     ROW,
     WORDS,
-    Control,
-    Failure,
-    Placement,
+    ControlPage,
+    HostPlacement,
+    RankFailure,
 )
 from topoplan.errors import BackendError
 
 YIELDS = 16
 """How often the processor is given away between two looks at the clock."""
 
-PATIENT = 0.005
+YIELDING_SECONDS = 0.005
 """Seconds of waiting after which a rank sleeps between two looks."""
 
 LOOK = 0.02
 """Seconds between two looks at the peer's process."""
 
-HEARSAY = 0.2
+REMOTE_FAILURE_SECONDS = 0.2
 """Seconds that a rank gives others to tell why MPI cannot reach a peer."""
 
 
-class Hearsay(Protocol):
+class RemoteFailures(Protocol):
     """Word of failures to and from other hosts.
 
     Attributes
@@ -56,14 +56,14 @@ class Hearsay(Protocol):
 
     broken: tuple[type[Exception], ...]
 
-    def received(self) -> Failure | None:
+    def received(self) -> RankFailure | None:
         """A failure that another host has noticed; also lets messages move."""
 
-    def spread(self, failure: Failure) -> None:
+    def spread(self, failure: RankFailure) -> None:
         """Tell all ranks on other hosts, without waiting for any of them."""
 
 
-class Watch:
+class PeerWatchdog:
     """Waits on behalf of one rank.
 
     Parameters
@@ -78,11 +78,11 @@ class Watch:
 
     def __init__(
         self,
-        control: Control,
-        placement: Placement,
+        control: ControlPage,
+        placement: HostPlacement,
         *,
         timeout: float,
-        others: Hearsay | None = None,
+        others: RemoteFailures | None = None,
     ) -> None:
         self._broken = () if others is None else others.broken
         self._control = control
@@ -92,7 +92,7 @@ class Watch:
         self._timeout = timeout
         self._place = {rank: place for place, rank in enumerate(placement.members)}
         self._over: Callable[[], object] = lambda: None
-        self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
+        self._births = {rank: _start_time(pid) for rank, pid in enumerate(placement.pids) if pid}
 
     def see_deaths(self) -> bool:
         """Let a thread raise the alarm as soon as a process of this host ends; whether the system can tell of each.
@@ -111,8 +111,10 @@ class Watch:
             return False
         if processes:
             arguments = (self._control, processes, told)
-            threading.Thread(target=_see, args=arguments, name="topoplan-deaths", daemon=True).start()
-            self._over = weakref.finalize(self, _end, tell, os.getpid())
+            threading.Thread(
+                target=_watch_processes, args=arguments, name="topoplan-deaths", daemon=True
+            ).start()
+            self._over = weakref.finalize(self, _end_watch, tell, os.getpid())
         return True
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class Watch:
         begun = looked = now = time.monotonic()
         self.waits_for(peer, row)
         while not done():
-            if now - begun < PATIENT:
+            if now - begun < YIELDING_SECONDS:
                 if _came_while_yielding(done):
                     break
             else:
@@ -188,7 +190,7 @@ class Watch:
 
     def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
         """Fail because MPI reports an error about a peer, or because of what made that one leave."""
-        deadline = time.monotonic() + HEARSAY
+        deadline = time.monotonic() + REMOTE_FAILURE_SECONDS
         while time.monotonic() < deadline:
             self.check()
             time.sleep(1e-3)
@@ -197,7 +199,7 @@ class Watch:
     def unreadable(self, peer: int, row: int) -> NoReturn:
         """Fail because the memory of a peer cannot be read: in most cases it is about to end."""
         begun = time.monotonic()
-        while time.monotonic() < begun + HEARSAY:
+        while time.monotonic() < begun + REMOTE_FAILURE_SECONDS:
             self.look(lambda: False, peer, row, begun)
             time.sleep(LOOK)
         text = "what the peer puts in cannot be read; keep it as it is until the collective has ended"
@@ -218,9 +220,9 @@ class Watch:
         failure = self.tell(peer, row, text, lost=lost)
         raise (self._control.failure() or failure).error(self._placement.rank)
 
-    def tell(self, peer: int, row: int, text: str, *, lost: bool) -> Failure:
+    def tell(self, peer: int, row: int, text: str, *, lost: bool) -> RankFailure:
         """Tell all ranks about a failure."""
-        failure = Failure(self._placement.rank, peer, row, text, lost, time.monotonic_ns())
+        failure = RankFailure(self._placement.rank, peer, row, text, lost, time.monotonic_ns())
         self._control.write_failure(failure)
         if self._others is not None:
             self._others.spread(failure)
@@ -270,7 +272,7 @@ class Watch:
     def _check_peer(self, peer: int, row: int, done: Callable[[], bool]) -> None:
         """Fail if a peer has ended without having done what is waited for, as far as can be seen from here."""
         pid = self._placement.pids[peer]
-        if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
+        if pid and (_start_time(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
             text = (
                 f"the peer died: its process {pid} has ended; start all ranks again, or, if it was done before this "
                 "rank, give all ranks as many batches, or train inside join"
@@ -284,14 +286,14 @@ class Watch:
             self.fail(peer, row, text, lost=False)
 
 
-def _end(tell: int, process: int) -> None:
-    """Let `_see` end, of the process that began it."""
+def _end_watch(tell: int, process: int) -> None:
+    """Let `_watch_processes` end, of the process that began it."""
     if os.getpid() == process:
         os.write(tell, b".")
         os.close(tell)
 
 
-def _see(control: Control, processes: list[int], told: int) -> None:
+def _watch_processes(control: ControlPage, processes: list[int], told: int) -> None:
     """Raise the alarm whenever a process ends, until there is something to read from ``told``; closes all of them."""
     waiting = select.poll()
     for descriptor in (told, *processes):
@@ -329,12 +331,12 @@ def process_state(pid: int) -> str:
     return (_fields(pid) or ["X"])[0]
 
 
-def stands_still(processes: str, pid: int) -> bool:
-    """Whether a process is seen to be stopped, or to have ended; ``processes`` is what it has as `processes_seen`."""
-    return process_state(pid) in "TtZX" and processes == processes_seen()
+def is_stopped(processes: str, pid: int) -> bool:
+    """Return whether a process is stopped or has ended; ``processes`` is its `process_namespace`."""
+    return process_state(pid) in "TtZX" and processes == process_namespace()
 
 
-def _birth(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """When a process began, in ticks since the machine did: process numbers are used again."""
     fields = _fields(pid)
     return fields[19] if fields else ""

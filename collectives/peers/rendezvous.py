@@ -1,12 +1,12 @@
-"""The place where the ranks of a job meet: one process listens, all others come, and the connections stay open.
+"""Serve the rendezvous of a job: one process listens, all ranks connect, and the connections stay open.
 
-Rank 0 hosts it by itself. A launcher may host it instead: it listens on a port that the system chooses (or on a
-Unix path) before it starts the ranks and hands the address on, so no port can be taken away in between, and the
-ranks hear of a failure even when rank 0 is the one that failed.
+Rank 0 hosts it. A launcher may host it instead: it listens on a port that the system chooses (or on a Unix path)
+before it starts the ranks and passes the address on. No other process can take the port in between, and the ranks
+learn of a failure even if rank 0 is the failed one.
 
-One address serves all communicators that the ranks of a job open there, one after another and beside each other: a
-process has one listener for each address, which rank 0 keeps as long as one of them is open, and a rank that comes once
-more takes part in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
+One address serves all communicators that the ranks of a job open there, in sequence or at the same time: a process
+has one listener for each address, which rank 0 keeps as long as one of them is open. A rank that connects again
+takes part in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
 (`JobIdentity`).
 """
 
@@ -26,13 +26,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 
-from collectives.peers.address import Address, ahead_of_data, listen, number_of_host, parse_address
-from collectives.peers.peer_watchdog import stands_still
-from collectives.peers.place_in_job import JobIdentity
-from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, is_hello, pack
+from collectives.peers.address import Address, listen, parse_address, prioritize, resolve_host
+from collectives.peers.environment import JobIdentity
+from collectives.peers.peer_watchdog import is_stopped
+from collectives.peers.rendezvous_state import (
+    FORMAT,
+    Message,
+    Post,
+    RendezvousState,
+    Unpacker,
+    is_hello,
+    pack,
+)
 from topoplan.errors import BackendError, UsageError
 
-STRANGER_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
 """Time in which a connection must say who it is."""
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
@@ -44,21 +52,21 @@ LINGER_SECONDS = 1.0
 _LISTENING: dict[str, Rendezvous] = {}
 """Those of this process by address."""
 
-_HOLDS: dict[str, Hold] = {}
+_HOLDS: dict[str, AddressLock] = {}
 """Those of this process by address."""
 
-_ONE = threading.Lock()
+_LISTENERS_LOCK = threading.Lock()
 """Guards both."""
 
 
 def _forget() -> None:
     """Forget the listeners of the parent, in a process that was forked off."""
-    global _ONE
+    global _LISTENERS_LOCK
     _LISTENING.clear()
     for hold in _HOLDS.values():
         hold.listener.close()  # the name is free once the parent has closed it too
     _HOLDS.clear()
-    _ONE = threading.Lock()
+    _LISTENERS_LOCK = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -75,7 +83,7 @@ def process_mark() -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Visitor:
+class _RankConnection:
     """A connection: of a rank in an opening, or of a process that has not said yet who it is (rank -1)."""
 
     connection: socket.socket
@@ -92,8 +100,8 @@ class _Opening:
     """A communicator that ranks open, or have opened."""
 
     number: int
-    hub: Hub
-    visitors: dict[int, _Visitor] = field(default_factory=dict)
+    hub: RendezvousState
+    visitors: dict[int, _RankConnection] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     """Ranks that came after it had failed."""
     end: float | None = None
@@ -160,7 +168,7 @@ class Rendezvous:
         self._users = 0
         self._openings: list[_Opening] = []
         self._count = 0
-        self._visitors: set[_Visitor] = set()
+        self._visitors: set[_RankConnection] = set()
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         self._deaf = threading.Event()
@@ -178,15 +186,15 @@ class Rendezvous:
         UsageError
             As `Rendezvous`.
         BackendError
-            Another process holds the address (`Hold`).
+            Another process holds the address (`AddressLock`).
         """
         name = str(parse_address(address))
         while True:
-            with _ONE:
+            with _LISTENERS_LOCK:
                 found = _LISTENING.get(name)
                 if found is None:
                     found = Rendezvous(address, host=0, job=job)
-                    reason = "" if name in _HOLDS else _ask_holder(name, job)
+                    reason = "" if name in _HOLDS else _ask_lock_holder(name, job)
                     if reason:
                         found._close()
                         raise BackendError(reason, rank=0)
@@ -226,7 +234,7 @@ class Rendezvous:
         """Give back what `shared` has returned, and end an opening, a second at most after its ranks were told."""
         if self._users == 0 or self._process != os.getpid():
             return
-        with _ONE:
+        with _LISTENERS_LOCK:
             self._users -= 1
             last = self._users == 0
             if last:
@@ -240,7 +248,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """End, a second at most after the ranks were told; closing twice is fine."""
-        with _ONE:
+        with _LISTENERS_LOCK:
             if self._closing.is_set():
                 return
             self._closing.set()
@@ -280,7 +288,7 @@ class Rendezvous:
                 for opening in list(self._openings):
                     self._end(opening, now)
             for opening in [one for one in self._openings if one.end is not None]:
-                if now >= (opening.end or 0.0) or not _hearing(opening):
+                if now >= (opening.end or 0.0) or not _can_receive(opening):
                     self._finish(opening)
             if self._deaf.is_set() and not self._openings:
                 break
@@ -289,7 +297,7 @@ class Rendezvous:
                     self._accept()
                 elif key.fileobj is self._woken:
                     self._woken.recv(1 << 10)
-                elif isinstance(key.data, _Visitor):
+                elif isinstance(key.data, _RankConnection):
                     self._attend(key.data, events)
             now = time.monotonic()
             for opening in list(self._openings):
@@ -344,12 +352,12 @@ class Rendezvous:
         except OSError:
             return
         connection.setblocking(False)
-        ahead_of_data(connection)
-        visitor = _Visitor(connection, time.monotonic() + STRANGER_SECONDS)
+        prioritize(connection)
+        visitor = _RankConnection(connection, time.monotonic() + HANDSHAKE_SECONDS)
         self._visitors.add(visitor)
         self._selector.register(connection, selectors.EVENT_READ, visitor)
 
-    def _attend(self, visitor: _Visitor, events: int) -> None:
+    def _attend(self, visitor: _RankConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(visitor)
         if not events & selectors.EVENT_READ or visitor not in self._visitors:
@@ -368,7 +376,7 @@ class Rendezvous:
         if not data:
             self._drop(visitor)
 
-    def _hear(self, visitor: _Visitor, message: Message) -> bool:
+    def _hear(self, visitor: _RankConnection, message: Message) -> bool:
         """Pass a message on; False if it makes no sense."""
         now = time.monotonic()
         try:
@@ -389,7 +397,7 @@ class Rendezvous:
             visitor.ending = True
         return True
 
-    def _join(self, visitor: _Visitor, hello: Message, now: float) -> str:
+    def _join(self, visitor: _RankConnection, hello: Message, now: float) -> str:
         """Let a process take part in the opening that is its next; returns why it is refused, or nothing."""
         if hello.get("format") != FORMAT:
             return (
@@ -409,7 +417,9 @@ class Rendezvous:
             assert lacking[0].hub.verdict is not None, "it would be open"
             return str(lacking[0].hub.verdict["message"])
         if opening is None:
-            opening = _Opening(self._count, Hub(self._size or size, host=self._host, stopped=_stands_still))
+            opening = _Opening(
+                self._count, RendezvousState(self._size or size, host=self._host, stopped=_is_stopped)
+            )
         refusal, posts = opening.hub.join(hello, now)
         if opening not in self._openings and not (
             refusal and self._count
@@ -465,11 +475,11 @@ class Rendezvous:
             if rank in opening.visitors:
                 self._say(opening.visitors[rank], message)
 
-    def _say(self, visitor: _Visitor, message: Message) -> None:
+    def _say(self, visitor: _RankConnection, message: Message) -> None:
         visitor.out += pack(message)
         self._flush(visitor)
 
-    def _flush(self, visitor: _Visitor) -> None:
+    def _flush(self, visitor: _RankConnection) -> None:
         try:
             while visitor.out:
                 del visitor.out[: visitor.connection.send(visitor.out)]
@@ -481,7 +491,7 @@ class Rendezvous:
         if visitor in self._visitors:
             self._selector.modify(visitor.connection, interest, visitor)
 
-    def _drop(self, visitor: _Visitor) -> None:
+    def _drop(self, visitor: _RankConnection) -> None:
         self._visitors.discard(visitor)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(visitor.connection)
@@ -509,7 +519,7 @@ def _two_processes(address: str, rank: int, *pids: int) -> str:
     )
 
 
-class Hold:
+class AddressLock:
     """Keeps an address for a job whose ranks have met there and do without the rendezvous since, on Linux.
 
     Ranks that share memory leave the address to others, such as torch's store. A rank 0 of another job that comes there
@@ -528,7 +538,7 @@ class Hold:
         self.listener = socket.socket(socket.AF_UNIX)
         self.fails: list[Callable[[str], None]] = []
         try:
-            self.listener.bind(_name_of_hold(address))
+            self.listener.bind(_lock_name(address))
             self.listener.listen(16)
         except OSError:
             self.listener.close()
@@ -542,17 +552,17 @@ class Hold:
         name = str(parse_address(address))
         if sys.platform != "linux":
             return lambda: None
-        with _ONE:
+        with _LISTENERS_LOCK:
             if name not in _HOLDS:
                 try:
-                    _HOLDS[name] = Hold(name, job)
+                    _HOLDS[name] = AddressLock(name, job)
                 except OSError:  # another process has taken it since rank 0 asked
                     return lambda: None
             hold, process = _HOLDS[name], os.getpid()
             hold.fails.append(fail)
 
         def release() -> None:
-            with _ONE:
+            with _LISTENERS_LOCK:
                 if os.getpid() != process or fail not in hold.fails:
                     return
                 hold.fails.remove(fail)
@@ -593,20 +603,20 @@ class Hold:
         connection.sendall(reason.encode())
 
 
-def _name_of_hold(address: str) -> str:
+def _lock_name(address: str) -> str:
     where = parse_address(address)
-    number = number_of_host(where.host) if where.host else ""
+    number = resolve_host(where.host) if where.host else ""
     return f"\0topoplan/{Address(number, where.port, where.path)}"[:100]
 
 
-def _ask_holder(address: str, job: JobIdentity) -> str:
+def _ask_lock_holder(address: str, job: JobIdentity) -> str:
     """Return why rank 0 cannot have an address that another process holds; empty if none does."""
     if sys.platform != "linux":
         return ""
     with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(STRANGER_SECONDS)
+        asking.settimeout(HANDSHAKE_SECONDS)
         try:
-            asking.connect(_name_of_hold(address))
+            asking.connect(_lock_name(address))
             asking.sendall(json.dumps({"job": asdict(job), "pid": os.getpid()}).encode())
             parts = []
             while part := asking.recv(1 << 12):
@@ -616,13 +626,13 @@ def _ask_holder(address: str, job: JobIdentity) -> str:
         return b"".join(parts).decode(errors="replace")
 
 
-def _hearing(opening: _Opening) -> bool:
+def _can_receive(opening: _Opening) -> bool:
     """Whether a rank is there that may still hear the last word."""
     hellos = opening.hub.hellos
-    return any(not _stands_still(hellos[rank]) for rank in opening.visitors)
+    return any(not _is_stopped(hellos[rank]) for rank in opening.visitors)
 
 
-def _ended(opening: _Opening) -> list[_Visitor]:
+def _ended(opening: _Opening) -> list[_RankConnection]:
     """Ranks that have closed their connections, also where what they said before is not read yet."""
     ended = select.poll()
     ranks = {one.connection.fileno(): one for one in opening.visitors.values()}
@@ -631,6 +641,6 @@ def _ended(opening: _Opening) -> list[_Visitor]:
     return [ranks[descriptor] for descriptor, _ in ended.poll(0)]
 
 
-def _stands_still(hello: Message) -> bool:
+def _is_stopped(hello: Message) -> bool:
     """Whether the process that said this is seen to be stopped."""
-    return stands_still(str(hello.get("processes")), int(hello["pid"]))
+    return is_stopped(str(hello.get("processes")), int(hello["pid"]))

@@ -1,6 +1,6 @@
-"""A rank's connection to the rendezvous, which stays open: agreements before collectives, and word of failures.
+"""Keep a rank's connection to the rendezvous: agreement before collectives, and failure notices.
 
-A thread (`Watcher`) waits for what comes over it, and over whatever else it is given to watch.
+A thread (`SocketWatcher`) waits for messages on it, and on any other socket that it is given.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.peers.address import RETRY_SECONDS, connect, parse_address, processes_seen
-from collectives.peers.blame import Waiting
-from collectives.peers.peer_watchdog import stands_still
+from collectives.peers.address import RETRY_SECONDS, connect, parse_address, process_namespace
+from collectives.peers.control_plane import Waiting
+from collectives.peers.peer_watchdog import is_stopped
 from collectives.peers.rendezvous_state import FORMAT, Message, Unpacker, pack
 from topoplan.errors import BackendError
 
@@ -24,7 +24,7 @@ GRACE_SECONDS = 2.0
 """Time that the rendezvous gets for an answer, the second included that it may give the ranks."""
 
 
-class Control:
+class RendezvousClient:
     """One rank's end. The attributes are set by the watcher's thread and read with the lock.
 
     Parameters
@@ -111,7 +111,7 @@ class Control:
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
         left = max(0.0, self._until - time.monotonic())
-        told = {**hello, **about, "timeout": left, "processes": processes_seen()}
+        told = {**hello, **about, "timeout": left, "processes": process_namespace()}
         try:
             self._connection.sendall(pack(told))
         except OSError:
@@ -131,7 +131,9 @@ class Control:
                     self._early = messages[number:]
                     return message
 
-    def listen(self, lock: threading.Condition, waiting: Callable[[], Waiting], watcher: Watcher) -> None:
+    def listen(
+        self, lock: threading.Condition, waiting: Callable[[], Waiting], watcher: SocketWatcher
+    ) -> None:
         """Let a watcher take what comes, until the connection ends; ``waiting`` answers what this rank waits for."""
         self._connection.settimeout(None)
 
@@ -169,7 +171,7 @@ class Control:
 
     def host_stands_still(self) -> bool:
         """Whether the process that serves the rendezvous is seen to be stopped."""
-        return stands_still(*self._process)
+        return is_stopped(*self._process)
 
     def close(self) -> None:
         """Close the connection."""
@@ -222,7 +224,7 @@ class Control:
         return messages
 
 
-class Watcher:
+class SocketWatcher:
     """Calls a function, in its own thread, whenever a socket has something to read; the functions must not wait.
 
     Parameters

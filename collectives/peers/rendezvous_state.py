@@ -1,16 +1,16 @@
-"""What the ranks of a job tell each other outside the links: who is there, what each means to run, who failed.
+"""Decide the answers of the rendezvous: membership of the job, agreement on the next collective, the first failure.
 
-A pure state machine: messages in, messages out. Before a collective all ranks send their signatures here and none
-begins before all have agreed, so also a rank whose table is empty is compared with the others. Where signatures differ
-all ranks get those of all, and the job goes on. The first failure that anybody reports is told to everybody, word for
-word; later ones are consequences and are dropped.
+A pure state machine: messages in, messages out. All ranks send their signatures before a collective, and none
+begins before all have agreed, so a rank with an empty table is compared too. If signatures differ, all ranks get
+all of them, and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones
+are consequences and are dropped.
 
-Ranks may also meet elsewhere (`collectives.backends.tcp.meeting`). Then only those that wait long say so here, with the
-number of their meeting; what a rank says has the number of meetings that it has come through, so that none is taken to
-wait for a meeting that is over.
+Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
+here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is
+over.
 
-Helpers come behind the ranks. They mean nothing by themselves: each asks what to follow, and hears the signature of the
-next collective whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.
+Helper ranks are numbered behind the ranks. Each asks which collective to follow, and gets the signature of the next
+one whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from collectives.peers.address import processes_seen
-from collectives.peers.blame import Waiting, blame
+from collectives.peers.address import process_namespace
+from collectives.peers.control_plane import Waiting, attribute_failure
 
 FORMAT = "topoplan.tcp/2"
 
@@ -91,7 +91,7 @@ class Unpacker:
         return messages
 
 
-class Hub:
+class RendezvousState:
     """The state of a job.
 
     Parameters
@@ -240,7 +240,7 @@ class Hub:
             }
             for rank, hello in sorted(self.hellos.items())
         }
-        own = {"processes": processes_seen(), "pid": os.getpid()}
+        own = {"processes": process_namespace(), "pid": os.getpid()}
         return self._everyone(
             {"type": "welcome", "token": self._token, "host": self.host, "peers": peers, **own}
         )
@@ -358,7 +358,7 @@ class Hub:
         }
         if answers[reporter].peer is None:
             return patience
-        found = blame(reporter, answers, self._patience)
+        found = attribute_failure(reporter, answers, self._patience)
         if found is None:
             return patience
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)

@@ -1,9 +1,13 @@
-"""Memory that the ranks of one host share, and that no name leads to; how they come to share it.
+"""Create unnamed memory that the ranks of one host share, and allocate arrays in it.
 
-The lowest rank makes it (`memfd_create`) and the others open it through ``/proc``, so it is gone when the last
-process that has it is gone, however that ends. Its first pages hold what the ranks tell each other (`control_page`);
-behind them lie the slots. Linux gives memory to the pages that are touched, and the slots grow without a message:
-all ranks know how many a collective needs.
+The lowest rank makes it (`memfd_create`) and the others open it through ``/proc``, so it disappears with the last
+process that holds it, however that ends. Its first pages are the control pages (`control_page`); the slots lie
+behind them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how
+many a collective needs.
+
+`RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are
+collected, at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it
+only notes the range, and the next allocation sorts it in.
 """
 
 from __future__ import annotations
@@ -23,9 +27,64 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays.free_room import FreeRoom
-from collectives.peers.control_page import ARENA, PROBE, PROBED, Control, Placement, Room
+from collectives.peers.control_page import ARENA, PROBE, PROBED, AddressedMemory, ControlPage, HostPlacement
 from topoplan.errors import UsageError
+
+
+class RangeAllocator:
+    """The free parts of a memory, as offsets.
+
+    Parameters
+    ----------
+    length : int
+        Bytes of the memory.
+    unit : int
+        Every part starts at a multiple of so many bytes.
+
+    Examples
+    --------
+    >>> room = RangeAllocator(4096, unit=512)
+    >>> room.take(1000), room.take(1), room.take(4000)
+    (0, 1024, None)
+    >>> room.give_back(0, 1000)
+    >>> room.take(1025), room.take(1024)
+    (1536, 0)
+    """
+
+    def __init__(self, length: int, *, unit: int) -> None:
+        self._unit = unit
+        self._free = [(0, length)]
+        self._returned: list[tuple[int, int]] = []
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int) -> int | None:
+        """Where so many bytes are free, which they are no longer; None where no part is as long.
+
+        Complexity O(n log n) in the number of free parts.
+        """
+        length = self._rounded(nbytes)
+        with self._taking:
+            while self._returned:
+                self._free.append(self._returned.pop())
+            free: list[tuple[int, int]] = []
+            for start, stop in sorted(self._free):
+                if free and free[-1][1] == start:
+                    start = free.pop()[0]
+                free.append((start, stop))
+            self._free = free
+            for number, (start, stop) in enumerate(free):
+                if stop - start >= length:
+                    free[number] = (start + length, stop)
+                    return start
+        return None
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Let a part be taken again; for finalizers, from any thread."""
+        self._returned.append((start, start + self._rounded(nbytes)))
+
+    def _rounded(self, nbytes: int) -> int:
+        return max(-(-nbytes // self._unit), 1) * self._unit
+
 
 ORDERED = ("x86_64", "AMD64", "i686")
 """Machines that need no fence, as `platform.machine` calls them: they show stores in order, and load in order."""
@@ -50,26 +109,26 @@ class Segment:
         self._control = -(-control // mmap.PAGESIZE) * mmap.PAGESIZE
         self._grow(self._control)
         self.control = memoryview(mmap.mmap(descriptor, self._control))
-        self._slots = Room.of(np.zeros(0, np.uint8))
+        self._slots = AddressedMemory.of(np.zeros(0, np.uint8))
 
     def _grow(self, length: int) -> None:
         if self._descriptor >= 0:
             # takes its last page, and never makes shorter what another rank has made longer meanwhile
             os.posix_fallocate(self._descriptor, length - 1, 1)
 
-    def slots(self, length: int) -> Room:
+    def slots(self, length: int) -> AddressedMemory:
         """At least so many bytes of slots; what they hold is undefined, and who uses them has met all other ranks."""
         if len(self._slots.data) < length:
             length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
             self._grow(self._control + length)
             offset = self._control if self._descriptor >= 0 else 0
             memory = mmap.mmap(self._descriptor, length, offset=offset)
-            self._slots = Room.of(np.frombuffer(memory, np.uint8))
+            self._slots = AddressedMemory.of(np.frombuffer(memory, np.uint8))
         return self._slots
 
     def close(self) -> None:
         """Give up the slots. What the ranks tell each other stays readable in this process."""
-        self._slots = Room.of(np.zeros(0, np.uint8))
+        self._slots = AddressedMemory.of(np.zeros(0, np.uint8))
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -96,8 +155,8 @@ class Arena:
         except BaseException:
             os.close(self.descriptor)
             raise
-        self._room = _room(self._memory)
-        self._free = FreeRoom(length, unit=mmap.PAGESIZE)
+        self._room = _addressed(self._memory)
+        self._free = RangeAllocator(length, unit=mmap.PAGESIZE)
         self._process = os.getpid()
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
@@ -107,9 +166,9 @@ class Arena:
         start = self._free.take(nbytes)
         if start is None:
             return None
-        held = _Held(self._room.address + start, nbytes)
+        held = _HeldMemory(self._room.address + start, nbytes)
         about = (self._memory, self._free, self._process, start, nbytes)
-        weakref.finalize(held, _give_back, *about).atexit = False
+        weakref.finalize(held, _release, *about).atexit = False
         return np.asarray(held)
 
     def offset(self, address: int) -> int:
@@ -118,7 +177,7 @@ class Arena:
         return offset if 0 <= offset < len(self._room.data) else -1
 
     @property
-    def room(self) -> Room:
+    def room(self) -> AddressedMemory:
         """All of it."""
         return self._room
 
@@ -136,13 +195,13 @@ class Arenas:
     placement : Placement
     """
 
-    def __init__(self, control: Control, placement: Placement) -> None:
+    def __init__(self, control: ControlPage, placement: HostPlacement) -> None:
         self._control = control
         self._placement = placement
         self._own: Arena | None = None
         self._making = threading.Lock()
         self._gives = self._opens = True
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, AddressedMemory] = {}
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
         """New memory that the other ranks see; None where there is none."""
@@ -160,7 +219,7 @@ class Arenas:
         """Where an address lies in this rank's arena; -1 if it does not."""
         return -1 if self._own is None else self._own.offset(address)
 
-    def all(self) -> list[Room]:
+    def all(self) -> list[AddressedMemory]:
         """The arenas of all ranks, by place; empty while one rank has none, or where one cannot be opened."""
         places = range(self._control.ranks)
         if len(self._rooms) < len(places) and self._opens:
@@ -172,11 +231,11 @@ class Arenas:
                 self._opens = False
         return [self._rooms[place] for place in places] if len(self._rooms) == len(places) else []
 
-    def _opened(self, place: int) -> Room:
+    def _opened(self, place: int) -> AddressedMemory:
         pid = self._placement.pids[self._placement.members[place]]
         descriptor = open_memory(pid, self._control.word(place, ARENA) - 1)
         try:
-            return _room(_mapped(descriptor, os.fstat(descriptor).st_size))
+            return _addressed(_mapped(descriptor, os.fstat(descriptor).st_size))
         finally:
             os.close(descriptor)
 
@@ -193,7 +252,7 @@ class Arenas:
             self._own = None
 
 
-class Reading:
+class ProcessMemoryAccess:
     """Whether the ranks of a host may read each other's memory (``process_vm_readv``), as one of them sees it.
 
     Linux lets processes of one user do so, unless ``kernel.yama.ptrace_scope`` or a container's filter forbids it.
@@ -204,7 +263,7 @@ class Reading:
     placement : Placement
     """
 
-    def __init__(self, control: Control, placement: Placement) -> None:
+    def __init__(self, control: ControlPage, placement: HostPlacement) -> None:
         self._control = control
         self._pids = [placement.pids[rank] for rank in placement.members]
         self._probe = np.array([secrets.randbits(62)], dtype=np.int64)
@@ -243,7 +302,7 @@ def _read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
     return room.raw if read(pid, vectors, one, ctypes.byref(vectors, 16), one, none) == nbytes else None
 
 
-class _Held:
+class _HeldMemory:
     """Memory as numpy takes it, for as long as an array refers to it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -255,7 +314,7 @@ class _Held:
         }
 
 
-def _give_back(memory: mmap.mmap, free: FreeRoom, process: int, start: int, nbytes: int) -> None:
+def _release(memory: mmap.mmap, free: RangeAllocator, process: int, start: int, nbytes: int) -> None:
     """Give memory that no array refers to any more back to the machine, and to the arena.
 
     A process that was forked sees the same memory, and must leave it to the one that made the array.
@@ -274,8 +333,8 @@ def _mapped(descriptor: int, length: int) -> mmap.mmap:
     return memory
 
 
-def _room(memory: mmap.mmap) -> Room:
-    return Room.of(np.frombuffer(memory, np.uint8))
+def _addressed(memory: mmap.mmap) -> AddressedMemory:
+    return AddressedMemory.of(np.frombuffer(memory, np.uint8))
 
 
 def can_share() -> bool:
@@ -299,7 +358,7 @@ def open_memory(pid: int, descriptor: int) -> int:
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
+def meet(gather: Gather, *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
     """Share memory with all ranks.
 
     Parameters
@@ -323,7 +382,7 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
         raise
 
 
-def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[Placement, Segment]:
+def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
     """See `meet`; ``held`` has the descriptor of the memory once this rank has one."""
     mine = {"pid": os.getpid(), "descriptor": held[0] if held else -1, "file": _identity(held)}
     told = [json.loads(text) for text in gather(json.dumps(mine))]
@@ -340,8 +399,8 @@ def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[Plac
     for other, text in enumerate(faults):
         if text:
             raise UsageError(f"ranks cannot share memory: rank {other} says {text}; use another back end")
-    placement = Placement(rank, (0,) * size, tuple(one["pid"] for one in told))
-    return placement, Segment(held[0], Control.size(size))
+    placement = HostPlacement(rank, (0,) * size, tuple(one["pid"] for one in told))
+    return placement, Segment(held[0], ControlPage.size(size))
 
 
 def _identity(held: list[int]) -> list[int | str]:

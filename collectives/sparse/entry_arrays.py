@@ -1,20 +1,38 @@
-"""What the exchanges of entries do with arrays, on the processor or on a GPU: the same bits on both.
+"""Compute with chosen entries, on the host here, and turn them into messages of one length on all ranks.
 
-An exchange sees two kinds of arrays. *Lines* are the back end's (numpy, torch, CuPy), which move between ranks.
-*Values*, indices and messages are what it computes with: numpy arrays, or on a GPU CuPy arrays. Those of torch tensors
-are on the same memory; without CuPy, tensors on a GPU are copied to the processor and back.
+*Lines* are the back end's arrays (numpy, torch, CuPy), which move between ranks. *Values*, indices and messages are
+numpy arrays, or CuPy arrays on a GPU (`EntryArrays` is the protocol of both): the same bits on both.
+
+Without a wire format a message is all indices and then all values. With one it is the bytes of `WireFormat`, padded to
+the most that so many entries can take; a format that caches keys gains nothing so, and is refused. Messages that lie
+one after another have places that start as shards do (`place_bytes`):
+
+    3 entries of a gradient of 1000 float32: 3 indices of 4 bytes, 3 values of 4 bytes   24 bytes
+    its place among the messages of all ranks                                            32 bytes, the last 8 unused
+    rank r's message, in the gathered line                                               bytes 32 r to 32 r + 24
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.sparse.exchange_choice import entry_count
+from collectives.sparse.selection.error_feedback import ErrorFeedback
+from collectives.sparse.selection.topk import index_type, topk
+from collectives.tables.array_library import ArrayLibrary
+from topoplan.errors import UsageError
+from topoplan.plans.shards import ALIGNMENT
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 Line = TypeVar("Line")
 
@@ -23,7 +41,7 @@ Entries = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class EncodedEntries:
     """Entries on their way.
 
     Parameters
@@ -40,7 +58,7 @@ class Encoded:
     lost: Entries | None
 
 
-class Feedback(Protocol):
+class ResidualFeedback(Protocol):
     """As `collectives.ErrorFeedback`, which see."""
 
     residual: Any
@@ -51,7 +69,7 @@ class Feedback(Protocol):
     def feed(self, gradient: Any, k: int) -> Entries:
         """Take in a gradient, and give out the k largest entries of what is there now."""
 
-    def part(self, start: int, stop: int) -> Feedback:
+    def part(self, start: int, stop: int) -> ResidualFeedback:
         """The feedback of some neighbouring elements, on the same memory."""
 
     def state(self) -> dict[str, Any]:
@@ -67,7 +85,7 @@ class EntryArrays(Protocol[Line]):
     def here(self) -> AbstractContextManager[object]:
         """Where this process computes; what was begun inside is complete when it is left."""
 
-    def feedback(self, size: int, dtype: str, *, momentum: float) -> Feedback:
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> ResidualFeedback:
         """A new residual, all zero."""
 
     def area(self, nbytes: int) -> Line:
@@ -105,11 +123,303 @@ class EntryArrays(Protocol[Line]):
 
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
-    ) -> Encoded:
-        """Entries of so many elements as a message; see `collectives.sparse.entry_messages`."""
+    ) -> EncodedEntries:
+        """Entries of so many elements as a message; see `collectives.sparse.entry_arrays`."""
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         """The entries of a message."""
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
         """Add entries up in their order; the k largest of them and the others."""
+
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+
+LARGEST_FLOAT = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": float(np.finfo(np.float16).max),
+    "bfloat16": float.fromhex("0x1.fep127"),
+}
+"""The largest magnitude that a format does not turn into infinity."""
+
+
+class EntryMessages(Generic[Line]):
+    """Messages with entries of the shards of a gradient; all of one shard have one length.
+
+    Parameters
+    ----------
+    arrays : EntryArrays
+    borders : sequence of int
+        Where shards begin and end, from 0 to the gradient's size.
+    dtype : str
+        Of values.
+    density : float
+        Share of the elements of every shard that is chosen.
+    wire : WireFormat or None
+
+    Attributes
+    ----------
+    entries : tuple of int
+        Entries of every shard.
+    lengths : tuple of int
+        Bytes of a message of every shard.
+    """
+
+    def __init__(
+        self,
+        arrays: EntryArrays[Line],
+        borders: Sequence[int],
+        *,
+        dtype: str,
+        density: float,
+        wire: WireFormat | None,
+    ) -> None:
+        self.borders = tuple(borders)
+        self.dtype = dtype
+        self._arrays = arrays
+        self._sizes = tuple(stop - start for start, stop in pairwise(borders))
+        # an empty shard has no entries to pack, and its messages no bytes
+        self._wires = tuple(wire if size else None for size in self._sizes)
+        self.entries = tuple(entry_count(size, density) for size in self._sizes)
+        self.lengths = tuple(
+            message_bytes(entries, size=size, dtype=dtype, wire=one)
+            for entries, size, one in zip(self.entries, self._sizes, self._wires, strict=True)
+        )
+
+    @property
+    def size(self) -> int:
+        """Elements of the gradient."""
+        return self.borders[-1]
+
+    def encoded(self, entries: Entries, shard: int, *, rank: int, step: int) -> EncodedEntries:
+        """The message of a rank; step and rank are those of random rounding."""
+        return self._arrays.encode(
+            entries, size=self._sizes[shard], wire=self._wires[shard], rank=shard << 32 | rank, step=step
+        )
+
+    def decoded(self, message: Any, shard: int) -> Entries:
+        """The entries of a message."""
+        return self._arrays.decode(
+            message, size=self._sizes[shard], dtype=self.dtype, wire=self._wires[shard]
+        )
+
+
+def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
+    """Bytes of a message with entries of a gradient of so many elements.
+
+    Raises
+    ------
+    UsageError
+        The wire format caches keys.
+    """
+    if wire is None:
+        return entries * (np.dtype(index_type(size)).itemsize + np.dtype(dtype).itemsize)
+    if wire.cache_keys:
+        raise UsageError(
+            "messages of a sparse allreduce have one length, which cached keys could not shorten; "
+            "use a wire format without cache_keys"
+        )
+    return wire.encoded_bytes_at_most(entries, size, dtype, index_dtype=index_type(size))
+
+
+def place_bytes(length: int) -> int:
+    """Bytes of the place of a message of so many, at whose end the next message may start.
+
+    Examples
+    --------
+    >>> place_bytes(24), place_bytes(32)
+    (32, 32)
+    """
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def encode_entries(
+    indices: Array, values: Array, *, size: int, wire: WireFormat | None, rank: int, step: int
+) -> Bytes:
+    """A message; rank and step are those of random rounding."""
+    if wire is None:
+        return np.concatenate((indices.view(np.uint8), values.view(np.uint8)))
+    message = np.zeros(message_bytes(len(indices), size=size, dtype=values.dtype.name, wire=wire), np.uint8)
+    encoded = wire.encode(indices, values, size, step=step, stream=rank)
+    message[: len(encoded)] = encoded
+    return message
+
+
+def clip_to_format(values: Array, wire: WireFormat) -> Array:
+    """Values as near as a rounding format comes to them: larger ones are cut, infinite ones stay.
+
+    Examples
+    --------
+    >>> from collectives.sparse.codec import WireFormat
+    >>> clip_to_format(np.float32([3, 1e6, -np.inf]), WireFormat(values="float16")).tolist()
+    [3.0, 65504.0, -inf]
+    """
+    from collectives.sparse.quantization import LARGEST as LARGEST_FIXED
+
+    most = LARGEST_FLOAT.get(wire.values, LARGEST_FIXED)
+    return np.where(np.isfinite(values), np.clip(values, -most, most), values)
+
+
+def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:
+    """Indices and values of a message.
+
+    Examples
+    --------
+    >>> message = encode_entries(np.int32([2, 5]), np.float32([0.5, -1]), size=9, wire=None, rank=0, step=0)
+    >>> indices, values = decode_entries(message, size=9, dtype="float32", wire=None)
+    >>> len(message), indices.tolist(), values.tolist()
+    (16, [2, 5], [0.5, -1.0])
+    """
+    if wire is not None:
+        return wire.decode(message, universe=size)
+    index = np.dtype(index_type(size))
+    border = len(message) // (index.itemsize + np.dtype(dtype).itemsize) * index.itemsize
+    return message[:border].view(index), message[border:].view(dtype)
+
+
+HostArray = NDArray[Any]
+
+
+class HostEntryArrays(Generic[Line]):
+    """`EntryArrays` of numpy arrays, for any library of arrays.
+
+    Parameters
+    ----------
+    library : ArrayLibrary
+    """
+
+    def __init__(self, library: ArrayLibrary[Line]) -> None:
+        self._library = library
+
+    def here(self) -> AbstractContextManager[object]:
+        """See `EntryArrays.here`."""
+        return nullcontext()
+
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> ErrorFeedback:
+        """See `EntryArrays.feedback`."""
+        return ErrorFeedback(size, dtype, momentum=momentum)
+
+    def area(self, nbytes: int) -> Line:
+        """See `EntryArrays.area`."""
+        return self._library.empty((nbytes,), self._library.of(np.empty(0, np.uint8)))
+
+    def values(self, line: Line) -> HostArray:
+        """See `EntryArrays.values`."""
+        return self._library.values(line)
+
+    def line(self, values: HostArray) -> Line:
+        """See `EntryArrays.line`."""
+        return self._library.wrapped(values)
+
+    def zeroed(self, line: Line) -> HostArray:
+        """See `EntryArrays.zeroed`."""
+        if not self._library.by_numpy(line):
+            return np.zeros(self._library.shape(line), self._library.dtype(line))
+        values = self._library.values(line)
+        values.fill(0)
+        return values
+
+    def store(self, line: Line, values: HostArray) -> None:
+        """See `EntryArrays.store`."""
+        if not self._library.by_numpy(line):
+            self._library.put(line, values)
+            return
+        target = self._library.values(line)
+        if target.ctypes.data != values.ctypes.data:
+            target[...] = values
+
+    def widened(self, array: Line, dtype: str) -> Line:
+        """See `EntryArrays.widened`."""
+        library = self._library
+        if library.dtype(array) == dtype:
+            return library.line(array)
+        return library.wrapped(np.ascontiguousarray(library.values(array), dtype).reshape(-1))
+
+    def rounded(self, target: Line, result: Line) -> None:
+        """See `EntryArrays.rounded`."""
+        with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
+            self._library.put(target, self._library.values(result))
+
+    def bounded(self, values: HostArray, limit: float = math.inf) -> bool:
+        """See `EntryArrays.bounded`."""
+        # smallest and largest are NaN if there is one, for which no comparison holds
+        return not values.size or (float(values.min()) > -limit and float(values.max()) < limit)
+
+    def shown(self, values: HostArray) -> HostArray:
+        """See `EntryArrays.shown`."""
+        shown = np.where(np.isfinite(values), values.dtype.type(0), values)
+        shown[np.isnan(shown)] = np.inf
+        return shown
+
+    def nonzero(self, values: HostArray) -> Entries:
+        """See `EntryArrays.nonzero`."""
+        indices = np.flatnonzero(values)
+        return indices, values[indices]
+
+    def add(self, total: HostArray, entries: Entries) -> None:
+        """See `EntryArrays.add`."""
+        indices, values = entries
+        total[indices] += values
+
+    def encode(
+        self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
+    ) -> EncodedEntries:
+        """See `EntryArrays.encode`."""
+        indices, values = entries
+        if wire is None or wire.lossless_for(values.dtype):
+            message = encode_entries(indices, values, size=size, wire=wire, rank=rank, step=step)
+            return EncodedEntries(message, entries, None)
+        # what a format cannot hold is told another time
+        sent = clip_to_format(values, wire)
+        message = encode_entries(indices, sent, size=size, wire=wire, rank=rank, step=step)
+        told = decode_entries(message, size=size, dtype=values.dtype.name, wire=wire)
+        lost = np.subtract(values, told[1], where=np.isfinite(values), out=np.zeros_like(values))
+        return EncodedEntries(message, told, (indices, lost))
+
+    def decode(self, message: HostArray, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
+        """See `EntryArrays.decode`."""
+        return decode_entries(message, size=size, dtype=dtype, wire=wire)
+
+    def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
+        """See `EntryArrays.merge`."""
+        return largest_entries(*merge_entries(parts), k)
+
+
+def merge_entries(parts: Sequence[Entries]) -> Entries:
+    """Entries of several ranks in ascending order, the values of one index added up in the order of the ranks.
+
+    Examples
+    --------
+    >>> parts = [(np.array([1, 4]), np.float32([1, 2])), (np.array([4, 5]), np.float32([3, 4]))]
+    >>> indices, values = merge_entries(parts)
+    >>> indices.tolist(), values.tolist()
+    ([1, 4, 5], [1.0, 5.0, 4.0])
+    """
+    indices = np.concatenate([part[0] for part in parts])
+    indices.sort()  # np.unique would hash them, which takes much longer
+    first = np.ones(len(indices), dtype=np.bool_)
+    np.not_equal(indices[1:], indices[:-1], out=first[1:])
+    indices = indices[first]
+    values = np.zeros(len(indices), parts[0][1].dtype)
+    for own, added in parts:
+        values[np.searchsorted(indices, own)] += added
+    return indices, values
+
+
+def largest_entries(indices: HostArray, values: HostArray, k: int) -> tuple[Entries, Entries]:
+    """Of entries in ascending order the k of largest magnitude, ties by lowest index, and the others.
+
+    Examples
+    --------
+    >>> kept, left = largest_entries(np.array([1, 4, 6]), np.float32([2, -3, 2]), 2)
+    >>> kept[0].tolist(), left[0].tolist()
+    ([1, 4], [6])
+    """
+    if k >= len(indices):
+        return (indices, values), (indices[:0], values[:0])
+    # a NaN, as infinities of both signs make, goes to everybody
+    chosen, _ = topk(values, k, nan="largest")
+    rest = np.ones(len(indices), dtype=np.bool_)
+    rest[chosen] = False
+    return (indices[chosen], values[chosen]), (indices[rest], values[rest])

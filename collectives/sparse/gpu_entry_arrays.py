@@ -1,8 +1,8 @@
-"""Gradients and entries on a GPU, in CuPy arrays.
+"""Compute with gradients and entries on a GPU, in CuPy arrays.
 
-Residuals, selection, sums and messages stay there. Where a wire format packs or rounds entries, or a rank of a tree
-adds some up and chooses again, those few go through the processor, which has the code for it. Without a wire format a
-message is all indices and then all values, as they lie in memory.
+Residuals, selection, sums and messages stay there. Entries that a wire format packs or rounds, or that a rank of a
+tree adds up and chooses from again, are few and go through the processor, which has the code for it. Without a wire
+format a message is all indices and then all values, as they lie in memory.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.arrays.cupy_arrays import load_cupy
-from collectives.arrays.current_device import on_device
-from collectives.selection.gpu import topk_gpu
-from collectives.selection.gpu_entries import add_entries_gpu
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.selection.topk import index_type
-from collectives.sparse.entry_arrays import Encoded, Entries
-from collectives.sparse.host_entry_arrays import HostEntryArrays
+from collectives.sparse.entry_arrays import EncodedEntries, Entries, HostEntryArrays
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.sparse.selection.gpu_topk import topk_gpu
+from collectives.sparse.selection.topk import index_type
+from collectives.tables.cupy_arrays import load_cupy, on_device
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 
 class GpuEntryArrays:
@@ -109,15 +106,15 @@ class GpuEntryArrays:
 
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
-    ) -> Encoded:
+    ) -> EncodedEntries:
         """See `EntryArrays.encode`."""
         if wire is None:
-            return Encoded(encode_entries_gpu(*entries), entries, None)
+            return EncodedEntries(encode_entries_gpu(*entries), entries, None)
         made = self._host.encode(_fetched(entries), size=size, wire=wire, rank=rank, step=step)
         message = self._cupy.asarray(made.message)
         if made.lost is None:
-            return Encoded(message, entries, None)
-        return Encoded(message, self._put(made.told), self._put(made.lost))
+            return EncodedEntries(message, entries, None)
+        return EncodedEntries(message, self._put(made.told), self._put(made.lost))
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         """See `EntryArrays.decode`."""

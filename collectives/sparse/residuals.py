@@ -1,8 +1,8 @@
-"""The residual of one gradient on one rank, as the exchanges need it: whole, or in the parts that the rank owns.
+"""Keep the residual of one gradient on one rank: whole, or in the parts that the rank owns.
 
-An element's residual lies where the element lies in the gradient, whichever exchange runs, so the exchange may change
-from step to step. Where ranks sum inside servers first, only the owner of a part has a residual there. What other
-exchanges have left elsewhere, `hand_over` puts into the sum.
+An element's residual lies at the element's place in the gradient, whichever exchange runs, so the exchange may change
+from step to step. In exchanges that sum inside servers first, only the owner of a part has a residual there. Residuals
+that other exchanges left elsewhere go into the sum by `hand_over`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.selection.accumulation import NotFinite
-from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
+from collectives.sparse.entry_arrays import Entries, EntryArrays, ResidualFeedback
+from collectives.sparse.selection.error_feedback import NotFinite
 
 Range = tuple[int, int]
-Handed = list[tuple[Range, Entries]]
+HandedOver = list[tuple[Range, Entries]]
 """Ranges of a gradient, and entries in them that count from their beginnings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class ResidualSnapshot:
     """What a `Residuals` was at some time, in copies; ``owned`` are the ranges outside which it was zero."""
 
     residual: Any
@@ -35,7 +35,7 @@ class Kept:
 
 
 class Residuals:
-    """One `Feedback`, and parts of it.
+    """One `ResidualFeedback`, and parts of it.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ class Residuals:
     Examples
     --------
     >>> import numpy as np
-    >>> from collectives.arrays.numpy_arrays import NumpyArrays
-    >>> from collectives.selection.error_feedback import ErrorFeedback
-    >>> from collectives.sparse.host_entry_arrays import HostEntryArrays
+    >>> from collectives.tables.numpy_arrays import NumpyArrays
+    >>> from collectives.sparse.selection.error_feedback import ErrorFeedback
+    >>> from collectives.sparse.entry_arrays import HostEntryArrays
     >>> arrays = HostEntryArrays(NumpyArrays())
     >>> kept = Residuals(ErrorFeedback(4), arrays, fresh=True)
     >>> kept.hand_over([(0, 2)], arrays)
@@ -66,11 +66,11 @@ class Residuals:
     [((0, 2), [1], [5.0])]
     """
 
-    def __init__(self, whole: Feedback, arrays: EntryArrays[Any], *, fresh: bool) -> None:
+    def __init__(self, whole: ResidualFeedback, arrays: EntryArrays[Any], *, fresh: bool) -> None:
         self.whole = whole
         self.arrays = arrays
         self.scale = 1.0
-        self._parts: dict[Range, Feedback] = {}
+        self._parts: dict[Range, ResidualFeedback] = {}
         self._owned: frozenset[Range] | None = frozenset() if fresh else None
 
     def follow(self, arrays: EntryArrays[Any]) -> None:
@@ -94,7 +94,7 @@ class Residuals:
                 whole.velocity *= factor
         self.scale = scale
 
-    def saved(self, into: Kept | None = None) -> Kept:
+    def saved(self, into: ResidualSnapshot | None = None) -> ResidualSnapshot:
         """What is kept now, for `restore`; in the memory of an earlier one where that fits."""
         whole = self.whole
 
@@ -105,7 +105,7 @@ class Residuals:
             return memory
 
         with self.arrays.here():
-            return Kept(
+            return ResidualSnapshot(
                 copied(whole.residual, None if into is None else into.residual),
                 copied(whole.velocity, None if into is None else into.velocity),
                 whole.step,
@@ -113,7 +113,7 @@ class Residuals:
                 self.scale,
             )
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: ResidualSnapshot) -> None:
         """Go back to what `saved` gave, of this one or of another of the same size."""
         whole, self._owned = self.whole, kept.owned
         with self.arrays.here():
@@ -122,7 +122,7 @@ class Residuals:
                 whole.velocity[...] = kept.velocity
         whole.step, self.scale = kept.step, kept.scale
 
-    def part(self, start: int, stop: int) -> Feedback:
+    def part(self, start: int, stop: int) -> ResidualFeedback:
         """The feedback of some elements, the same object each time."""
         if (start, stop) not in self._parts:
             self._parts[start, stop] = self.whole.part(start, stop)
@@ -141,7 +141,7 @@ class Residuals:
         """Residuals may lie anywhere from now on."""
         self._owned = None
 
-    def hand_over(self, owned: Sequence[Range], arrays: EntryArrays[Any]) -> Handed:
+    def hand_over(self, owned: Sequence[Range], arrays: EntryArrays[Any]) -> HandedOver:
         """What the residual holds outside the parts that this rank owns, and gives up here.
 
         The velocities there are given up as well: owners have their own.
@@ -151,7 +151,7 @@ class Residuals:
         if before is not None and before <= kept:
             return []
         handed = []
-        for start, stop in _between(sorted(kept), self.whole.residual.size):
+        for start, stop in _uncovered_ranges(sorted(kept), self.whole.residual.size):
             if self.whole.velocity is not None:
                 self.whole.velocity[start:stop] = 0
             residual = self.whole.residual[start:stop]
@@ -161,7 +161,7 @@ class Residuals:
                 residual[...] = 0
         return handed
 
-    def take_back(self, handed: Handed, arrays: EntryArrays[Any]) -> None:
+    def take_back(self, handed: HandedOver, arrays: EntryArrays[Any]) -> None:
         """Keep again what was handed over, since nobody has got it."""
         if handed:
             self.changed()
@@ -169,7 +169,7 @@ class Residuals:
             arrays.add(self.whole.residual[start:stop], entries)
 
 
-def finite_in(values: NDArray[Any]) -> NDArray[Any]:
+def finite_residual(values: NDArray[Any]) -> NDArray[Any]:
     """Return the values of a residual with zeros where they are not finite, with a warning if there are such."""
     finite = np.isfinite(values)
     if finite.all():
@@ -182,8 +182,9 @@ def finite_in(values: NDArray[Any]) -> NDArray[Any]:
     return np.where(finite, values, values.dtype.type(0))
 
 
-def select_from(feedback: Feedback, values: Any, k: int, arrays: EntryArrays[Any]) -> Entries:
-    """As `Feedback.feed`, also of values that are not finite: an infinity in the place of a NaN goes to all ranks.
+def select_entries(feedback: ResidualFeedback, values: Any, k: int, arrays: EntryArrays[Any]) -> Entries:
+    """As `ResidualFeedback.feed`, also of values that are not finite: an infinity in the place of a NaN goes to all
+    ranks.
 
     The other values are left out then: what is kept goes back to what it was when the sum has shown it.
     """
@@ -193,12 +194,12 @@ def select_from(feedback: Feedback, values: Any, k: int, arrays: EntryArrays[Any
         return feedback.feed(arrays.shown(values), k)
 
 
-def _between(ranges: Sequence[Range], size: int) -> list[Range]:
+def _uncovered_ranges(ranges: Sequence[Range], size: int) -> list[Range]:
     """What ascending ranges leave out.
 
     Examples
     --------
-    >>> _between([(2, 4), (4, 5), (8, 10)], 10)
+    >>> _uncovered_ranges([(2, 4), (4, 5), (8, 10)], 10)
     [(0, 2), (5, 8)]
     """
     borders = [0, *(border for one in ranges for border in one), size]

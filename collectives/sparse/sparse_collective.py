@@ -1,12 +1,13 @@
-"""The sparse allreduce: every rank gives the largest entries of what it has, and all add them up.
+"""Run the sparse allreduce: every rank gives the largest entries of its gradient, and all ranks add them up.
 
-What a rank does not give stays in its residual (`ErrorFeedback`), one for each key, and so does what rounding on the
-wire takes away. By which exchange entries travel, or whether the whole gradient does, the model decides
-(`explanation`); values are added in an order that all ranks share, so the sums are bit-identical everywhere.
+Entries that a rank does not give stay in its residual (`ErrorFeedback`), one for each key, and so does the rounding
+error of the encoding. The model decides by which exchange entries travel, or whether the whole gradient does
+(`collectives.sparse.exchange_choice`). Values are added in an order that all ranks share, so the sums are
+bit-identical everywhere.
 
 A residual is kept in the units of the loss scale of its last call, and multiplied when the scale changes. A value that
 is not finite takes a place among a rank's entries, so that all ranks see it in the sum; on all of them the residual is
-then what it was before the call.
+then the one before the call.
 """
 
 from __future__ import annotations
@@ -19,21 +20,30 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives.arrays.library import ArrayLibrary
-from collectives.execution.execution import Execution
-from collectives.execution.request import request
-from collectives.reduction import LIMITS
-from collectives.sparse.dense_and_pairs import DenseExchange, PairExchange
-from collectives.sparse.entry_arrays import EntryArrays, Line
-from collectives.sparse.entry_messages import EntryMessages, message_bytes, place_bytes
-from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
-from collectives.sparse.residuals import Kept, Residuals, finite_in
-from collectives.sparse.server_exchange import ServerExchange, part_borders
+from collectives.backends.execution import Execution
+from collectives.backends.request import request
+from collectives.sparse.entry_arrays import EntryArrays, EntryMessages, Line, message_bytes, place_bytes
+from collectives.sparse.exchange_choice import (
+    SparseExplanation,
+    check_exchange,
+    choose_exchange,
+    entry_count,
+    explain_choice,
+)
+from collectives.sparse.exchanges import (
+    DenseExchange,
+    PairExchange,
+    ServerExchange,
+    TreeExchange,
+    part_borders,
+)
+from collectives.sparse.residuals import Residuals, ResidualSnapshot, finite_residual
 from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
-from collectives.sparse.tree_exchange import TreeExchange
+from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import LIMITS
 from topoplan.errors import UsageError
-from topoplan.plans.tree import shard_bounds
+from topoplan.plans.shards import shard_bounds
 
 LINES = ("residual", "velocity")
 """What of a residual's state are arrays."""
@@ -59,13 +69,13 @@ class SparseCollective:
         self._plans = SparsePlans(execution)
         self._arrays: dict[int | None, EntryArrays[Any]] = {}
         self._residuals: dict[str, list[Residuals]] = {}
-        self._before: dict[str, list[Kept]] = {}
+        self._before: dict[str, list[ResidualSnapshot]] = {}
         self._shown: set[str] = set()
         self._called: set[str] = set()
         """Keys with a call since the end of the last step: what `_before` holds of others is older."""
-        self._explained: dict[tuple[object, ...], Explanation] = {}
+        self._explained: dict[tuple[object, ...], SparseExplanation] = {}
 
-    def explain(self, asked: SparseRequest) -> Explanation:
+    def explain(self, asked: SparseRequest) -> SparseExplanation:
         """What would be exchanged for a gradient, and why.
 
         Raises
@@ -78,7 +88,7 @@ class SparseCollective:
             known = self._explained[asked.kind] = self._explain(asked)
         return known
 
-    def known(self, asked: SparseRequest) -> Explanation | None:
+    def known(self, asked: SparseRequest) -> SparseExplanation | None:
         """What `explain` has said of such a gradient before; None if it was never asked."""
         return self._explained.get(asked.kind)
 
@@ -121,12 +131,12 @@ class SparseCollective:
                 one.changed()
                 one.whole.feed(line, 0)
 
-    def kept(self, asked: SparseRequest) -> list[Kept] | None:
+    def kept(self, asked: SparseRequest) -> list[ResidualSnapshot] | None:
         """Copies of what is kept of a request's key, for `go_back`; None where nothing is yet."""
         residuals = self._residuals.get(asked.key)
         return None if residuals is None else [one.saved() for one in residuals]
 
-    def go_back(self, asked: SparseRequest, before: list[Kept] | None) -> None:
+    def go_back(self, asked: SparseRequest, before: list[ResidualSnapshot] | None) -> None:
         """Keep of a request's key what was kept when `kept` was called, also by another collective for fewer ranks."""
         if before is None:
             self._residuals.pop(asked.key, None)
@@ -134,7 +144,7 @@ class SparseCollective:
             for one, saved in zip(self._residuals[asked.key], before, strict=True):
                 one.restore(saved)
 
-    def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: Explanation) -> Any:
+    def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: SparseExplanation) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here(), np.errstate(all="ignore"):
@@ -143,7 +153,11 @@ class SparseCollective:
             return self._run(asked, arrays, residuals, chosen)
 
     def _run(
-        self, asked: SparseRequest, arrays: EntryArrays[Any], residuals: list[Residuals], chosen: Explanation
+        self,
+        asked: SparseRequest,
+        arrays: EntryArrays[Any],
+        residuals: list[Residuals],
+        chosen: SparseExplanation,
     ) -> Any:
         backend = self._execution.backend
         lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
@@ -170,9 +184,9 @@ class SparseCollective:
             self._shown.add(asked.key)
         return results[0] if backend.one_rank else results
 
-    def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[Kept]:
+    def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[ResidualSnapshot]:
         """Note what is kept of a key before a call."""
-        earlier: Sequence[Kept | None] = self._before.get(key) or [None] * len(residuals)
+        earlier: Sequence[ResidualSnapshot | None] = self._before.get(key) or [None] * len(residuals)
         before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
         self._before[key] = before
         self._called.add(key)
@@ -222,7 +236,7 @@ class SparseCollective:
         arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
         found = {
             key: [
-                {**one, **{name: finite_in(one[name]) for name in LINES if one[name] is not None}}
+                {**one, **{name: finite_residual(one[name]) for name in LINES if one[name] is not None}}
                 for one in listed
             ]
             for key, listed in state.items()
@@ -276,8 +290,8 @@ class SparseCollective:
             made.append(Residuals(feedback, arrays, fresh=False))
         return made
 
-    def _explain(self, asked: SparseRequest) -> Explanation:
-        exchange, entries = asked.exchange, entries_of(asked.size, asked.density)
+    def _explain(self, asked: SparseRequest) -> SparseExplanation:
+        exchange, entries = asked.exchange, entry_count(asked.size, asked.density)
         ranks = self._execution.backend.size
         nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
@@ -292,7 +306,7 @@ class SparseCollective:
             seconds.update(
                 (name, self._plans.seconds(name, share, nbytes)) for name in self._plans.possible(share)
             )
-            chosen = quickest(seconds, sparse=entries < asked.size)
+            chosen = choose_exchange(seconds, sparse=entries < asked.size)
         else:
             chosen = exchange
             time = times.get(exchange, lambda: self._plans.seconds(exchange, share, nbytes))
@@ -302,7 +316,7 @@ class SparseCollective:
             plan = self._plans.runner(chosen, share).plan
         elif chosen == "dense":
             plan = self._execution.plan("allreduce", nbytes)
-        told = reason(
+        told = explain_choice(
             seconds,
             asked=exchange != "auto",
             entries=entries,
@@ -311,7 +325,7 @@ class SparseCollective:
             gathered=gathered,
             nbytes=nbytes,
         )
-        return Explanation(chosen, entries, gathered, told, seconds, plan)
+        return SparseExplanation(chosen, entries, gathered, told, seconds, plan)
 
     def _exchange(self, asked: SparseRequest, arrays: EntryArrays[Any], exchange: str) -> Exchange[Any]:
         backend = self._execution.backend
@@ -401,7 +415,7 @@ def entry_arrays(library: ArrayLibrary[Line], gpu: int | None) -> EntryArrays[Li
 
     Examples
     --------
-    >>> from collectives.arrays.numpy_arrays import NumpyArrays
+    >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> import numpy as np
     >>> arrays = entry_arrays(NumpyArrays(), None)
     >>> total = arrays.zeroed(np.empty(4))
@@ -417,6 +431,6 @@ def entry_arrays(library: ArrayLibrary[Line], gpu: int | None) -> EntryArrays[Li
         from collectives.sparse.torch_entry_arrays import torch_entry_arrays
 
         return torch_entry_arrays(library, gpu)
-    from collectives.sparse.host_entry_arrays import HostEntryArrays
+    from collectives.sparse.entry_arrays import HostEntryArrays
 
     return HostEntryArrays(library)

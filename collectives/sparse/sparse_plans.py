@@ -1,27 +1,130 @@
-"""The sparse plans of a communicator: which exchanges its machine has, and their model times.
+"""Make the sparse plans of a communicator with their model times, and run their rounds on a back end.
 
 Plans are made when they are first asked for, and kept: one for each exchange and each size of the entries.
+
+A round moves elements in their buffers, or messages in an area of their own (`RoundRunner`). All ranks divide an area
+in the same way among the messages of a round. A rank puts its own messages into their places, the back end copies them
+along the trees into the same places elsewhere, and nothing else of the area is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, Generic
 
-from collectives.execution.execution import Execution
-from collectives.sparse.round_runner import RoundRunner
+from collectives.backends.execution import Execution
+from collectives.sparse.entry_arrays import EntryArrays, Line, place_bytes
 from topoplan.errors import InfeasibleError, RefusedError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.servers import Servers
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.model.closed_form import simulate
 from topoplan.plans.plan import Plan
+from topoplan.plans.structure import PlanRound, rounds
 from topoplan.plans.verify import verify
-from topoplan.schedules.lowest_tree import lowest_tree
-from topoplan.schedules.one_hop import one_hop
-from topoplan.schedules.sparse_plan import sparse_trees
-from topoplan.schedules.sparse_servers import sparse_servers
-from topoplan.simulation.model import simulate
+from topoplan.schedules.low_latency import lowest_tree, one_hop
+from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
+
+
+class RoundRunner(Generic[Line]):
+    """The rounds of one sparse plan for one communicator.
+
+    Parameters
+    ----------
+    execution : Execution
+    plan : Plan
+
+    Attributes
+    ----------
+    plan : Plan
+    rounds : tuple of Round
+    """
+
+    def __init__(self, execution: Execution[Line], plan: Plan) -> None:
+        self.plan = plan
+        self.rounds = rounds(plan)
+        self._execution = execution
+        self._reached = [
+            [_ranks_reached(one, number) for number in range(len(one.senders))] for one in self.rounds
+        ]
+
+    def elements(
+        self,
+        number: int,
+        borders: Sequence[int],
+        *,
+        op: str | None,
+        given: Sequence[Line],
+        results: Sequence[Line],
+        about: str,
+    ) -> None:
+        """Run a round on elements, as `Execution.run_round`; shard s ends at ``borders[s]``."""
+        part = self.rounds[number].plan
+        self._execution.run_round(part, tuple(borders), op=op, given=given, results=results, about=about)
+
+    def exchange(
+        self,
+        number: int,
+        lengths: Sequence[int],
+        sent: Mapping[tuple[int, int], Any],
+        arrays: EntryArrays[Line],
+        *,
+        about: str,
+    ) -> dict[int, list[tuple[int, int, Any]]]:
+        """Run a round on entries.
+
+        Parameters
+        ----------
+        number : int
+            Of the round.
+        lengths : sequence of int
+            Bytes of a message of every shard of the sparse plan; 0 where its entries travel with another's.
+        sent : mapping of (rank, shard) to arrays of uint8
+            The messages of this process's ranks in this round.
+        arrays : EntryArrays
+            Of the messages.
+        about : str
+
+        Returns
+        -------
+        dict
+            For each rank of this process the messages that have arrived, as (shard, sender, message), in the order
+            of shards and senders.
+        """
+        one = self.rounds[number]
+        backend = self._execution.backend
+        library = backend.arrays
+        padded = [place_bytes(length) for length in lengths]
+        borders = tuple(accumulate(sum(padded[shard] for shard in together) for together in one.shards))
+        total = borders[-1] if borders else 0
+        areas = {rank: arrays.area(total) for rank in backend.ranks}
+        arrived: dict[int, list[tuple[int, int, Any]]] = {rank: [] for rank in backend.ranks}
+        coming = []
+        start = 0
+        for place, (together, sender) in enumerate(zip(one.shards, one.senders, strict=True)):
+            for shard in together:
+                stop = start + lengths[shard]
+                if sender in areas and lengths[shard]:
+                    arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
+                coming += [
+                    (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas
+                ]
+                start += padded[shard]
+        lines = list(areas.values())
+        self._execution.run_round(one.plan, borders, op=None, given=lines, results=lines, about=about)
+        for rank, shard, sender, start in sorted(coming):
+            part = library.part(areas[rank], start, start + lengths[shard])
+            arrived[rank].append((shard, sender, arrays.values(part)))
+        return arrived
+
+
+def _ranks_reached(one: PlanRound, number: int) -> tuple[int, ...]:
+    """The ranks that a message reaches."""
+    stages = one.plan.shards[number].stages
+    return tuple(sorted({edge.child for stage in stages for edge in stage.edges}))
+
 
 KINDS = ("servers", "tree", "balanced")
 """Exchanges that have plans of their own."""
@@ -82,8 +185,8 @@ class SparsePlans:
         return "+".join(self._execution.channels)
 
     @cached_property
-    def _servers(self) -> Servers:
-        return Servers(Fabric(self._execution.topology, self._execution.channels))
+    def _servers(self) -> FabricServers:
+        return FabricServers(Fabric(self._execution.topology, self._execution.channels))
 
     def _missing(self, exchange: str, entries: Fraction) -> str:
         """Why this machine does not have an exchange, found out once; empty where it does, and then it is planned."""

@@ -1,4 +1,4 @@
-"""What a caller asks of a sparse allreduce, checked before anything is taken from his arrays."""
+"""Check the arguments of a sparse allreduce before anything is taken from the caller's arrays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.backends.backend import Backend
-from collectives.execution.request import check_inputs, check_outputs
-from collectives.peers.signature import shape_text
-from collectives.selection.error_feedback import checked_density
-from collectives.sparse.entry_messages import message_bytes
-from collectives.sparse.explanation import entries_of
+from collectives.backends.request import check_inputs, check_outputs
+from collectives.peers.control_plane import shape_text
+from collectives.sparse.entry_arrays import message_bytes
+from collectives.sparse.exchange_choice import entry_count
+from collectives.sparse.selection.error_feedback import checked_density
 from topoplan.errors import UsageError
 from topoplan.units import exact
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Of gradients; those of 16 bits are kept, selected and sent in float32."""
@@ -76,7 +76,7 @@ class SparseRequest:
     @property
     def entry_share(self) -> Fraction:
         """Bytes of entries for a byte of the gradient by which plans and models go: those of a large one."""
-        entries = entries_of(NOMINAL, self.density)
+        entries = entry_count(NOMINAL, self.density)
         nbytes = message_bytes(entries, size=NOMINAL, dtype=self.dtype, wire=self.wire)
         share = exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
         return max(share, LEAST_SHARE)

@@ -1,9 +1,9 @@
-"""Gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' own memory, in the same stream.
+"""Compute with gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' memory, in their stream.
 
-CuPy sees a tensor's memory through DLPack; what torch gets of CuPy's arrays, messages above all, is copied into
-tensors, since torch's allocator and NCCL want to know whose memory they handle. Gradients of 16 bits are widened by
-torch before, so that bfloat16, which CuPy lacks, never gets there. Without CuPy, or with one for another CUDA than
-torch's, entries are chosen on the processor, and a warning says what to install.
+CuPy sees a tensor's memory through DLPack; CuPy arrays that go to torch, messages above all, are copied into tensors,
+since torch's allocator and NCCL need to know whose memory they handle. Gradients of 16 bits are widened by torch
+before, so that bfloat16, which CuPy lacks, never gets there. Without CuPy, or with one for another CUDA than torch's,
+entries are chosen on the processor, and a warning says what to install.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from collectives.arrays.current_device import on_device
-from collectives.arrays.torch_arrays import TorchArrays
-from collectives.arrays.torch_on_cupy import check_cupy, gpu_device, stream_on_cupy
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.sparse.entry_arrays import EntryArrays
+from collectives.sparse.entry_arrays import EntryArrays, HostEntryArrays
 from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
-from collectives.sparse.host_entry_arrays import HostEntryArrays
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.tables.cupy_arrays import on_device
+from collectives.tables.torch_arrays import TorchArrays, check_cupy, gpu_device, stream_on_cupy
 from topoplan.errors import UsageError
 
 

@@ -1,11 +1,11 @@
-"""One bucket of DDP after another averaged in the background, while backward computes the next.
+"""Average one bucket of DDP after another in the background, while backward computes the next.
 
 The last bucket of a step waits for the others and is then averaged in the thread of backward: DDP has nothing else to
 do, no other thread has to be woken for it, and an error of any bucket comes out of ``loss.backward()`` as it is; DDP
-itself would turn it into another one. Where no plan fits the process group, torch's own allreduce averages.
+itself would turn it into another one. If no plan fits the process group, torch's own allreduce averages.
 
-A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange the rows that they have
-by an allgather of the plan, whole, whatever filter or density the settings name.
+A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange their rows by an
+allgather of the plan, whole, whatever filter or density the settings name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.arrays.torch_arrays import on_gpu
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.tables.torch_arrays import on_gpu
 from collectives.torch.futures import future_of
 from collectives.torch.parameter_residuals import (
     BucketLayout,
@@ -33,18 +33,17 @@ from collectives.torch.parameter_residuals import (
     real_count,
 )
 from collectives.training.averaging import InStepAverager
-from collectives.training.bucket_exchange import in_bucket
-from collectives.training.kept_memory import Part, real_shape, told, warn_of_lost
-from collectives.training.low_rank import reduced
-from collectives.training.recorder import Recorder
-from collectives.training.uneven import Presence
+from collectives.training.buckets import DataPresence, error_in_bucket
+from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
+from collectives.training.low_rank import reduce_line
+from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types in which dense gradients may travel."""
 
 
-class Bucket(Protocol):
+class DdpBucket(Protocol):
     """What is asked of a bucket of DDP."""
 
     def index(self) -> int:
@@ -57,7 +56,7 @@ class Bucket(Protocol):
         """Whose gradients these are."""
 
 
-class BucketExchange:
+class DdpBucketExchange:
     """Averages buckets by the plan of a communicator.
 
     Parameters
@@ -74,7 +73,7 @@ class BucketExchange:
 
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
         how = averager.settings
-        self.presence: Presence | None = None
+        self.presence: DataPresence | None = None
         self.residuals = ParameterResiduals(averager.communicator, momentum=how.momentum)
         self._averager = averager
         self._numbers = numbers
@@ -125,13 +124,13 @@ class BucketExchange:
                 self.presence.give_up()
             self._averager.give_up()
 
-    def _start(self, bucket: Bucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
+    def _start(self, bucket: DdpBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
         """Start the exchange of a bucket; what runs, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
 
         def placed(error: TopoplanError) -> TopoplanError:
-            return in_bucket(error, step=step, bucket=about, rank=self.rank)
+            return error_in_bucket(error, step=step, bucket=about, rank=self.rank)
 
         try:
             if self.presence is not None:
@@ -158,7 +157,7 @@ class BucketExchange:
         )
 
     def _begin(
-        self, bucket: Bucket, buffer: torch.Tensor, *, async_op: bool
+        self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self.layout_of(bucket)
@@ -179,7 +178,7 @@ class BucketExchange:
         return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
 
     def _begin_rows(
-        self, bucket: Bucket, buffer: torch.Tensor, *, async_op: bool
+        self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange of a sparse gradient; the tensor in which the average will be."""
         recorder, key = self._averager.recorder, self.layout_of(bucket).key
@@ -195,7 +194,7 @@ class BucketExchange:
 
     def _idle(self, layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
         """The parameters with a gradient of zeros, which DDP may throw away: what is kept of them waits."""
-        return (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
+        return (_unused_parameters_gpu if on_gpu(buffer) else _unused_parameters)(layout, buffer)
 
     def total(self, here: int) -> int:
         """How many ranks have data, this one so many; all ranks must call it."""
@@ -213,7 +212,7 @@ class BucketExchange:
         """This process's rank."""
         return self._averager.communicator.ranks[0]
 
-    def layout_of(self, bucket: Bucket) -> BucketLayout:
+    def layout_of(self, bucket: DdpBucket) -> BucketLayout:
         """Which parameters a bucket holds."""
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
@@ -241,15 +240,17 @@ class BucketExchange:
             return
         self._saved = ()
         waiting = self.residuals.drop_waiting()
-        unsent = told({"residuals": {number: [one.residual.cpu()] for number, one in waiting.items()}})
-        warn_of_lost(
+        unsent = describe_state(
+            {"residuals": {number: [one.residual.cpu()] for number, one in waiting.items()}}
+        )
+        warn_of_unused_state(
             [unsent, self._averager.drop_unused()],
             "buckets are others than when the state was saved, and only parameters that are given in the same order "
             "both times, HookState(parameters=...), are known in any buckets",
         )
 
 
-class BuiltInExchange:
+class BuiltInBucketExchange:
     """Averages buckets over a process group.
 
     Parameters
@@ -264,7 +265,7 @@ class BuiltInExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
-        self.presence: Presence | None = None
+        self.presence: DataPresence | None = None
         self._device = torch.device("cpu")
         self._group = group
         self._recorder = recorder
@@ -338,7 +339,7 @@ def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op
     dtype = values.dtype
     wide = torch.float32 if dtype in NARROW.values() else dtype
     most = torch.tensor([count], device=device)
-    reduced(communicator, [most], "max")
+    reduce_line(communicator, [most], "max")
     index_bytes = 8 * axes * int(most)
     row_bytes = dtype.itemsize * math.prod(values.shape[1:])
     message = torch.zeros(8 + index_bytes + row_bytes * int(most), dtype=torch.uint8, device=device)
@@ -426,10 +427,10 @@ def nbytes_of(buffer: torch.Tensor) -> int:
     return sum(one.nbytes for one in parts)
 
 
-def _parts_of(layout: BucketLayout, bucket: Bucket) -> tuple[Part, ...]:
+def _parts_of(layout: BucketLayout, bucket: DdpBucket) -> tuple[BucketPart, ...]:
     """The parameters of a bucket, by their numbers in the model."""
     return tuple(
-        Part(
+        BucketPart(
             f"parameter {number}",
             start,
             stop,
@@ -439,7 +440,7 @@ def _parts_of(layout: BucketLayout, bucket: Bucket) -> tuple[Part, ...]:
     )
 
 
-def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
+def _unused_parameters(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
     """The parameters with a gradient of zeros."""
     line = buffer.detach().view(-1)
     return [
@@ -449,7 +450,7 @@ def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
     ]
 
 
-def _idle_at_once(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
+def _unused_parameters_gpu(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
     """The same on a GPU: one pass over the bucket, and one transfer for which the host waits.
 
     It waits for gradients that have been asked for already, and only the thread of backward does so, once a bucket:

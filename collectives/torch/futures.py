@@ -1,4 +1,4 @@
-"""Collectives that run in the background, as torch wants to hear of them: futures, and works of a process group."""
+"""Wrap collectives in the background as torch's futures and works of a process group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.handle import Handle
+from collectives.tables.array_library import ArrayLibrary
 from topoplan.errors import TopoplanError
 
 

@@ -1,7 +1,7 @@
-"""What the arguments of a process group's collectives must be, their reductions, and the elements of tensors in lines.
+"""Check the arguments of a process group's collectives, and convert reductions and tensors to lines of elements.
 
 torch checks little of what it hands to a group, and gloo of torch 2.13 less: it takes split sizes as they come, so
-that negative ones and those that do not add up overwrite memory, and it moves the first bytes behind the address of a
+that negative sizes and sizes that do not add up overwrite memory, and it moves the first bytes behind the address of a
 tensor, whatever its strides. So everything is checked here before anything moves, and only contiguous lines are
 handed on.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from collectives.arrays.torch_arrays import DTYPES
+from collectives.tables.torch_arrays import TORCH_DTYPES
 from topoplan.errors import UsageError
 
 OPERATIONS = (
@@ -59,7 +59,7 @@ def line_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined_line(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of tensors one after another; of one tensor as `line_of`."""
     return line_of(tensors[0]) if len(tensors) == 1 else torch.cat([line_of(one) for one in tensors])
 
@@ -69,7 +69,7 @@ def parts_of(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[to
     return torch.split(line, [one.numel() for one in tensors])
 
 
-def put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
+def copy_lines(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
     """Copy lines into tensors that they are not the memory of."""
     with torch.inference_mode():
         for target, line in zip(targets, lines, strict=False):
@@ -94,8 +94,8 @@ def times(line: torch.Tensor, factor: Any) -> torch.Tensor:
 
 
 def numpy_dtype(tensor: torch.Tensor) -> Any:
-    """Return numpy's type that stands for a tensor in `collectives.reduction.reduction`."""
-    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
+    """Return numpy's type that stands for a tensor in `collectives.tables.numpy_arrays.reduction`."""
+    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else TORCH_DTYPES[tensor.dtype])
 
 
 def dtype_of(tensor: torch.Tensor) -> str:

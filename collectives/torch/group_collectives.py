@@ -1,7 +1,7 @@
-"""The collectives of the process group "topoplan": by a plan, or by gloo and NCCL beneath.
+"""Run the collectives of the process group "topoplan": by a plan, or by gloo and NCCL beneath.
 
-Every collective checks its arguments first, and all ranks refuse wrong ones. What runs by plan, and what gloo runs for
-tensors on the CPU, runs in one order and only once all ranks agree on it, so a call that has a plan on some ranks only
+Every collective checks its arguments first, and all ranks refuse wrong ones. Collectives by plan, and those of gloo for
+tensors on the CPU, run in one order and only once all ranks agree on them, so a call that has a plan on some ranks only
 is an error on all of them. NCCL is called at once, in the caller's thread, and nothing is agreed on.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from collectives.arrays.torch_arrays import DTYPES
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.reduction import reduction
+from collectives.tables.numpy_arrays import reduction
+from collectives.tables.torch_arrays import TORCH_DTYPES
 from collectives.torch.futures import JointWork, PlannedWork, future_of
 from collectives.torch.group_arguments import (
     as_types,
@@ -28,16 +28,16 @@ from collectives.torch.group_arguments import (
     check_results,
     check_single,
     check_splits,
+    copy_lines,
     dtype_of,
     given_options,
-    joined,
+    joined_line,
     line_of,
     moved_line,
     numpy_dtype,
     op_name,
     operation_of,
     parts_of,
-    put,
     split_counts,
     splits_text,
     times,
@@ -117,7 +117,7 @@ class GroupCollectives(dist.ProcessGroup):
         return self._started(
             lambda comm: comm.broadcast(flat, root=root, out=flat, async_op=True),
             flat,
-            lambda: put([tensor] if written else [], [flat]),
+            lambda: copy_lines([tensor] if written else [], [flat]),
             tensors,
             opts,
         )
@@ -143,7 +143,7 @@ class GroupCollectives(dist.ProcessGroup):
             inputs,
             outputs,
             opts,
-            lambda: put(outputs[0], as_types(lines, outputs[0])),
+            lambda: copy_lines(outputs[0], as_types(lines, outputs[0])),
             collective="allgather",
             count=self.size() * inputs[0].numel(),
         )
@@ -169,7 +169,7 @@ class GroupCollectives(dist.ProcessGroup):
 
         def finish() -> None:
             for one, row in zip(outputs, rows, strict=True):
-                put(one, as_types(row, one))
+                copy_lines(one, as_types(row, one))
 
         return self._beneath(
             lambda: self.inner.allgather_coalesced(rows, flats, *given_options(opts), *others),
@@ -199,14 +199,14 @@ class GroupCollectives(dist.ProcessGroup):
                 [input],
                 [output],
                 opts,
-                lambda: put([output], as_types([whole], [output])),
+                lambda: copy_lines([output], as_types([whole], [output])),
                 collective="allgather",
                 count=output.numel(),
             )
         return self._started(
             lambda comm: comm.all_gather(flat, out=whole, async_op=True),
             flat,
-            lambda: put([output], [whole]),
+            lambda: copy_lines([output], [whole]),
             [output],
             opts,
         )
@@ -224,7 +224,7 @@ class GroupCollectives(dist.ProcessGroup):
         if self._carries(inputs, None):
             lines = [line_of(one) for one in outputs]
             rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
-            return self._gathered(rows, inputs, outputs, opts, then=lambda: put(outputs, lines))
+            return self._gathered(rows, inputs, outputs, opts, then=lambda: copy_lines(outputs, lines))
         works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork([work for work in works if work is not None])
 
@@ -241,7 +241,7 @@ class GroupCollectives(dist.ProcessGroup):
             check_results(outputs, "output")
 
         self._refusing(check)
-        whole = joined(inputs[0])
+        whole = joined_line(inputs[0])
         if self._reduces([*inputs[0], *outputs], opts):
             return self._scattered(outputs, whole, opts)
         return self._scattered_beneath(outputs[0], whole, opts)
@@ -270,7 +270,7 @@ class GroupCollectives(dist.ProcessGroup):
         self._refusing(check)
         if self._reduces([*inputs, *outputs], opts):
             blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
-            return self._scattered(outputs, joined([part for row in blocks for part in row]), opts)
+            return self._scattered(outputs, joined_line([part for row in blocks for part in row]), opts)
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork([work for work in works if work is not None])
 
@@ -296,7 +296,7 @@ class GroupCollectives(dist.ProcessGroup):
         return self._started(
             lambda comm: comm.all_to_all(flat, out=whole, async_op=True),
             flat,
-            lambda: put([output], [whole]),
+            lambda: copy_lines([output], [whole]),
             [output],
             opts,
         )
@@ -318,7 +318,7 @@ class GroupCollectives(dist.ProcessGroup):
             check_results(outputs, "output tensor")
 
         self._refusing(check)
-        whole, flat = torch.cat([line_of(one) for one in outputs]), joined(inputs)
+        whole, flat = torch.cat([line_of(one) for one in outputs]), joined_line(inputs)
         counts = [[one.numel() for one in listed] for listed in (outputs, inputs)]
         return self._uneven(
             whole,
@@ -327,7 +327,7 @@ class GroupCollectives(dist.ProcessGroup):
             counts[1],
             opts,
             outputs,
-            then=lambda: put(outputs, parts_of(whole, outputs)),
+            then=lambda: copy_lines(outputs, parts_of(whole, outputs)),
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
@@ -355,7 +355,7 @@ class GroupCollectives(dist.ProcessGroup):
             inputs,
             outputs,
             opts,
-            lambda: put(listed, as_types(lines, listed)),
+            lambda: copy_lines(listed, as_types(lines, listed)),
             collective="gather",
             count=inputs[0].numel(),
             root=root,
@@ -386,7 +386,7 @@ class GroupCollectives(dist.ProcessGroup):
             outputs,
             outputs,
             opts,
-            lambda: put(outputs, as_types([flat], outputs)),
+            lambda: copy_lines(outputs, as_types([flat], outputs)),
             collective="scatter",
             count=outputs[0].numel(),
             root=root,
@@ -420,12 +420,12 @@ class GroupCollectives(dist.ProcessGroup):
 
     def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, factor = operation_of(opts)
-        flat = times(joined(tensors), factor)
+        flat = times(joined_line(tensors), factor)
         shaped = flat.view(tensors[0].shape) if len(tensors) == 1 else flat  # ranks compare shapes
         return self._started(
             lambda comm: comm.all_reduce(shaped, op=op, out=shaped, async_op=True),
             flat,
-            lambda: put(tensors, parts_of(flat, tensors)),
+            lambda: copy_lines(tensors, parts_of(flat, tensors)),
             tensors,
             opts,
         )
@@ -440,12 +440,12 @@ class GroupCollectives(dist.ProcessGroup):
         then: Callable[[], None] = lambda: None,
     ) -> Any:
         """Gather tensors of every rank into a row of tensors for each."""
-        flat = joined(inputs)
+        flat = joined_line(inputs)
         whole = flat.new_empty(self.size() * flat.numel())
 
         def finish() -> None:
             for row, line in zip(rows, self._blocks(whole), strict=True):
-                put(row, parts_of(line, row))
+                copy_lines(row, parts_of(line, row))
             then()
 
         return self._started(
@@ -454,11 +454,11 @@ class GroupCollectives(dist.ProcessGroup):
 
     def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
         op, factor = operation_of(opts)
-        given, flat = times(whole, factor), joined(outputs)
+        given, flat = times(whole, factor), joined_line(outputs)
         return self._started(
             lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
             given,
-            lambda: put(outputs, parts_of(flat, outputs)),
+            lambda: copy_lines(outputs, parts_of(flat, outputs)),
             outputs,
             opts,
         )
@@ -470,7 +470,7 @@ class GroupCollectives(dist.ProcessGroup):
             [whole],
             [output],
             opts,
-            lambda: put([output], [flat]),
+            lambda: copy_lines([output], [flat]),
             collective="reduce_scatter",
             op=op_name(opts),
             count=whole.numel(),
@@ -499,7 +499,7 @@ class GroupCollectives(dist.ProcessGroup):
             return self.inner.alltoall_base(whole, flat, *counts, *given_options(opts))
 
         def finish() -> None:
-            put([output], as_types([whole], [output]))
+            copy_lines([output], as_types([whole], [output]))
             then()
 
         return self._beneath(run, [input], told, opts, finish, collective="alltoall", op=op)
@@ -523,7 +523,7 @@ class GroupCollectives(dist.ProcessGroup):
             tensors,
             tensors,
             opts,
-            lambda: put(*((tensors, as_types(lines, tensors)) if dense and written else ([], []))),
+            lambda: copy_lines(*((tensors, as_types(lines, tensors)) if dense and written else ([], []))),
             collective=name.removesuffix("_coalesced"),
             op=op,
             root=root,
@@ -572,7 +572,7 @@ class GroupCollectives(dist.ProcessGroup):
 
     def _one_way(self, work: Any, lines: list[torch.Tensor], tensors: list[torch.Tensor] | None) -> Any:
         if tensors is not None and any(one is not line for one, line in zip(tensors, lines, strict=True)):
-            work = JointWork([work], lambda: put(tensors, lines), lines[0].device, tensors)
+            work = JointWork([work], lambda: copy_lines(tensors, lines), lines[0].device, tensors)
         elif tensors is None:
             work = JointWork([work], lines.clear)  # which must stay until then
         if self._block is not None and lines[0].device.type == "cpu":
@@ -630,7 +630,7 @@ class GroupCollectives(dist.ProcessGroup):
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
         """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
         for tensor in tensors:
-            if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in TORCH_DTYPES:
                 return False
             if op is not None:
                 try:

@@ -1,6 +1,6 @@
-"""The communication hook of DistributedDataParallel: buckets of gradients are averaged by a plan.
+"""Average buckets of gradients by a plan: the communication hook of DistributedDataParallel.
 
-Its state says by which plan, how, and what sparse gradients have left over.
+Its state holds the plan, the settings of the exchange, and the residuals of sparse gradients.
 """
 
 # annotations are no strings here: DDP compares those of the hook with its own types
@@ -22,33 +22,41 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.backends.torch.gloo_threads import let_go
-from collectives.backends.torch.members import backend_of
-from collectives.backends.torch.open_group import existing_group, own_group
+from collectives.backends.torch.backend_selection import backend_of
+from collectives.backends.torch.process_groups import existing_group, own_group, wait_for_gloo_threads
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.going_on import can_go_on
-from collectives.job.given_plan import GivenPlan
-from collectives.peers.error_rounds import check_all
-from collectives.sparse.residuals import finite_in
-from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
-from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange, give_unused_rows
-from collectives.torch.going_on import GoingOnExchange, Seats, Shrunk, Unsent, check_goes_on
-from collectives.torch.group_plan import Verdict, agreed_plan, agreed_settings, gather_by
+from collectives.communicator.job_plan import PlanLike
+from collectives.communicator.recovery import can_recover
+from collectives.peers.agreement import check_on_all
+from collectives.sparse.residuals import finite_residual
+from collectives.torch.bucket_exchange import BuiltInBucketExchange, DdpBucketExchange, give_unused_rows
 from collectives.torch.mode_exchange import ModeExchange
-from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
-from collectives.training.averaging import InStepAverager, averager
+from collectives.torch.parameter_residuals import ParameterNumbers, ParameterResidual, tensors_of
+from collectives.torch.process_group import PlanAgreement, agreed_plan, agreed_settings, gather_by
+from collectives.torch.recovery import (
+    LostResiduals,
+    OriginalRanks,
+    RecoveringExchange,
+    Shrunk,
+    check_recoverable,
+)
+from collectives.training.averaging import InStepAverager, make_averager
+from collectives.training.buckets import DataPresence, share_failure
+from collectives.training.checkpoint_state import (
+    EMPTY_STATE,
+    describe_state,
+    unscaled_state,
+    warn_of_unused_state,
+)
 from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
-from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import NOTHING, in_units_of_one, told, warn_of_lost
+from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.recorder import Recorder
-from collectives.training.report import log_start, watch
-from collectives.training.significance import Significance
-from collectives.training.uneven import Presence, told_to_others
+from collectives.training.modes import BSP, Gossip, Mode, mode_of
+from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 
 FORMAT = "topoplan.hook/2"
@@ -85,10 +93,10 @@ class HookState:
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
         rank.
     codes : IntegerCodes or int, optional
-        Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
-        their bits: 8 or 16.
+        Whole numbers that travel and are added in place of dense gradients (`collectives.training.gradient_filters`),
+        or their bits: 8 or 16.
     significance : Significance or float, optional
-        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+        Entries that alone travel of dense gradients (`collectives.training.gradient_filters`), or their threshold.
     loss_scale : GradScaler, float or callable, optional
         What multiplies the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
         number, or a function that returns it; asked once a step. What ``density``, ``low_rank`` and ``significance``
@@ -105,14 +113,14 @@ class HookState:
         Of gradients on GPUs, as `Communicator` takes them: kernels that write to the other GPUs' memory where all ranks
         have them (which needs CuPy and nccl4py beside torch), else messages of the group.
     mode : BSP, SSP, ASP, LocalSGD or str, optional
-        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        How far ranks may be apart (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets.
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
     on_failure : str
         What to do where a rank dies: "raise", or "shrink" to make its step again without it
-        (`collectives.torch.going_on`): in step, and with gradients on the CPU. Averages are then divided by the ranks
+        (`collectives.torch.recovery`): in step, and with gradients on the CPU. Averages are then divided by the ranks
         that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
         what is kept of them, and a meeting of the ranks in each step.
     on_change : callable, optional
@@ -166,7 +174,7 @@ class HookState:
 
     def __init__(
         self,
-        plan: GivenPlan | None = None,
+        plan: PlanLike | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         density: Density | None = None,
@@ -240,8 +248,8 @@ class HookState:
         how = settings() if alone else agreed_settings(settings, gather, fails)
         self.mode, scale = how.mode, LossScale(loss_scale)
         self._loss_scale = scale
-        self.recorder = watch(Recorder("hook", ranks=self.size))
-        verdict = Verdict(None) if alone else agreed_plan(plan, self.group, gather)
+        self.recorder = register_recorder(Recorder("hook", ranks=self.size))
+        verdict = PlanAgreement(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
@@ -250,14 +258,14 @@ class HookState:
         self._registered = on_failure == "raise"
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._own: dist.ProcessGroup | None = None
-        self.buckets: BucketExchange | BuiltInExchange | ModeExchange
+        self.buckets: DdpBucketExchange | BuiltInBucketExchange | ModeExchange
         if invitation is not None:
             self.communicator = comm = Communicator.join(invitation, wait=timeout)
             with ExitStack() as on_error:
                 on_error.callback(comm.close)
                 self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
                 within = InStepAverager(comm, how, self.recorder, scale)
-                self.buckets = GoingOnExchange(within, numbers, self._changes, has_it=False)
+                self.buckets = RecoveringExchange(within, numbers, self._changes, has_it=False)
                 log_start(comm, how)
                 on_error.pop_all()
             return
@@ -269,7 +277,7 @@ class HookState:
             warnings.warn(
                 f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
             )
-            self.buckets = BuiltInExchange(self.group, self.recorder)
+            self.buckets = BuiltInBucketExchange(self.group, self.recorder)
             return
         self._own = own_group(self.group, timeout=timeout)
         with ExitStack() as on_error:
@@ -280,19 +288,19 @@ class HookState:
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
             within = InStepAverager(comm, how, self.recorder, scale)
-            in_step = BucketExchange(within, numbers)
+            in_step = DdpBucketExchange(within, numbers)
             if on_failure == "shrink":
-                if not can_go_on(backend):
+                if not can_recover(backend):
                     raise UsageError(
                         "on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
                         f"other, and these go by the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
-                in_step = GoingOnExchange(within, numbers, self._changes)
+                in_step = RecoveringExchange(within, numbers, self._changes)
             self.buckets = in_step
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
-                    averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale), in_step, comm
+                    make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale), in_step, comm
                 )
             log_start(comm, how)
             on_error.pop_all()
@@ -329,8 +337,8 @@ class HookState:
             raise UsageError(
                 f"a {type(model).__name__} is no DistributedDataParallel; give register the wrapped model"
             )
-        if isinstance(self.buckets, GoingOnExchange):
-            check_goes_on(model)
+        if isinstance(self.buckets, RecoveringExchange):
+            check_recoverable(model)
         if (found := self._model()) is not None:
             which = "with this model" if found is model else "with another model, whose steps it counts"
             raise UsageError(f"this HookState is registered {which}; make a HookState for each model, once")
@@ -368,7 +376,7 @@ class HookState:
         """
         self._meet()
         buckets, module = self.buckets, model.module
-        if not isinstance(buckets, GoingOnExchange):
+        if not isinstance(buckets, RecoveringExchange):
             raise UsageError("ranks come where others were lost; give HookState on_failure='shrink'")
 
         def give() -> bytes:
@@ -401,9 +409,9 @@ class HookState:
         """
         if self._copied is not None:
             return deepcopy(self._copied)
-        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        in_step = self.buckets if isinstance(self.buckets, DdpBucketExchange) else None
         kept = {} if in_step is None else in_step.residuals.by_parameter()
-        filters = NOTHING if in_step is None else in_step.averager.filter_state()
+        filters = EMPTY_STATE if in_step is None else in_step.averager.filter_state()
         return {
             "format": FORMAT,
             "rank": self.rank,
@@ -442,26 +450,27 @@ class HookState:
             Another rank failed, or does not call it.
         """
         self._meet()
-        if isinstance(self.buckets, GoingOnExchange):
+        if isinstance(self.buckets, RecoveringExchange):
             self.buckets.check_has_it()
         comm = self.communicator
         gather = gather_by(self.group) if comm is None else comm.gather_texts
-        check_all(gather, lambda: self._check_state(state))
+        check_on_all(gather, lambda: self._check_state(state))
         if "format" not in state:
-            state = in_units_of_one(state, self._loss_scale())
-        velocities, filters = state["velocities"], state.get("filters", NOTHING)
+            state = unscaled_state(state, self._loss_scale())
+        velocities, filters = state["velocities"], state.get("filters", EMPTY_STATE)
         kept = {
-            int(number): Kept(
-                _finite(residual), _finite(velocities[number]) if number in velocities else None
+            int(number): ParameterResidual(
+                _finite_residual(residual),
+                _finite_residual(velocities[number]) if number in velocities else None,
             ).copy()
             for number, residual in state["residuals"].items()
         }
-        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        in_step = self.buckets if isinstance(self.buckets, DdpBucketExchange) else None
         sparse = in_step is not None and in_step.averager.settings.density is not None
-        unsent = told({"residuals": {number: [one.residual] for number, one in kept.items()}})
+        unsent = describe_state({"residuals": {number: [one.residual] for number, one in kept.items()}})
         if state["ranks"] != self.size:
             why = f"the state is of {state['ranks']} ranks, and this job has {self.size}"
-            lost, kept, filters = [unsent, told(filters)], {}, NOTHING
+            lost, kept, filters = [unsent, describe_state(filters)], {}, EMPTY_STATE
         else:
             why = "gradients travel by other settings than when the state was saved"
             lost = ["" if sparse else unsent]
@@ -470,12 +479,12 @@ class HookState:
             lost.append(in_step.averager.restore_filter(filters))
             if "arrivals" in state:
                 in_step.restored(state["arrivals"])
-            if isinstance(in_step, GoingOnExchange):
+            if isinstance(in_step, RecoveringExchange):
                 in_step.forget()
         else:
-            lost.append(told(filters))
+            lost.append(describe_state(filters))
         self.recorder.step = int(state["step"])
-        warn_of_lost(lost, why)
+        warn_of_unused_state(lost, why)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` where a state does not fit."""
@@ -533,7 +542,7 @@ class HookState:
             return  # it has not made a step
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
-        elif isinstance(self.buckets, GoingOnExchange):
+        elif isinstance(self.buckets, RecoveringExchange):
             self.buckets.settle()
 
     @contextmanager
@@ -568,19 +577,19 @@ class HookState:
                 f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
             )
         self._meet()
-        if isinstance(self.buckets, GoingOnExchange):
+        if isinstance(self.buckets, RecoveringExchange):
             raise UsageError(
                 "join meets the other ranks over DDP's process group, too; leave on_failure='shrink' out with it"
             )
         if isinstance(self.buckets, ModeExchange):
             raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
         buckets = self.buckets
-        presence = Presence(self.size, buckets.total, here=1, divide_by=divide_by)
+        presence = DataPresence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence
         try:
             with (
                 model.join(divide_by_initial_world_size=True),
-                told_to_others(self.communicator, "inside join"),
+                share_failure(self.communicator, "inside join"),
             ):
                 yield
                 presence.here = 0
@@ -621,7 +630,7 @@ class HookState:
             self.buckets.close()
         if self.communicator is not None:
             self.communicator.close()
-        let_go()
+        wait_for_gloo_threads()
         self._leave()
 
     def __copy__(self) -> "HookState":
@@ -719,7 +728,9 @@ class HookState:
             )
         self._seen = (seen | given, complete or bucket.is_last())
 
-    def _changes(self, before: Seats, now: Seats, gone: Seats, lost: Unsent) -> None:
+    def _changes(
+        self, before: OriginalRanks, now: OriginalRanks, gone: OriginalRanks, lost: LostResiduals
+    ) -> None:
         """A step has ended with other ranks."""
         comm, step = self.communicator, self.recorder.step
         assert comm is not None, "of which they are"
@@ -786,17 +797,17 @@ def topoplan_hook(
     state._check_one_model(bucket)
     if not state._registered:
         raise UsageError("with on_failure='shrink' the model is looked at first; write state.register(model)")
-    if (model := _joined(sys._getframe().f_back)) is not None:
+    if (model := _join_model(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)
 
 
-def _finite(line: torch.Tensor) -> torch.Tensor:
-    """See `finite_in`."""
-    return torch.from_numpy(finite_in(line.detach().cpu().numpy()))
+def _finite_residual(line: torch.Tensor) -> torch.Tensor:
+    """See `finite_residual`."""
+    return torch.from_numpy(finite_residual(line.detach().cpu().numpy()))
 
 
-def _joined(caller: FrameType | None) -> DistributedDataParallel | None:
+def _join_model(caller: FrameType | None) -> DistributedDataParallel | None:
     """The model for which torch's join calls the hook on a rank without data; torch itself does not say so.
 
     Parameters

@@ -1,10 +1,10 @@
-"""Buckets of DDP in other synchronisation modes than BSP: averaged with what has come, or not at all.
+"""Average buckets of DDP in other synchronisation modes than BSP: with the gradients that have arrived, or not at all.
 
-No call is needed in the training loop: torch tells of every optimiser that has stepped, and one that has moved the
-parameters of these buckets is when `LocalSGD` averages them. In the end `finish` makes them the same on all ranks.
+No call is needed in the training loop: torch tells of every optimizer that has stepped, and `LocalSGD` averages when
+one has moved the parameters of these buckets. In the end `finish` makes them the same on all ranks.
 
-What an optimiser computes anew inside one ``step(closure)``, as LBFGS does, belongs to one step, however often: ranks
-need not do it equally often.
+Gradients that an optimizer computes anew inside one ``step(closure)``, as LBFGS does, belong to one step, however
+often: ranks need not do it equally often.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from collectives.communicator.communicator import Communicator
-from collectives.staleness.modes import LocalSGD
-from collectives.torch.bucket_exchange import BucketExchange, nbytes_of, rows_in
+from collectives.torch.bucket_exchange import DdpBucketExchange, nbytes_of, rows_in
 from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count
 from collectives.training.averaging import Averager, average_parameters
-from collectives.training.bucket_exchange import in_bucket
-from collectives.training.kept_memory import SETTLED
+from collectives.training.buckets import error_in_bucket
+from collectives.training.checkpoint_state import SETTLED
+from collectives.training.modes import LocalSGD
 from topoplan.errors import TopoplanError, UsageError
 
 GLANCE = 8
@@ -47,13 +47,13 @@ class ModeExchange:
     ----------
     averager : Averager
         Of another mode than BSP.
-    in_step : BucketExchange
+    in_step : DdpBucketExchange
         For the first steps of stale gradients.
     communicator : Communicator
         Averages parameters.
     """
 
-    def __init__(self, averager: Averager, in_step: BucketExchange, communicator: Communicator) -> None:
+    def __init__(self, averager: Averager, in_step: DdpBucketExchange, communicator: Communicator) -> None:
         self._averager = averager
         self._local = isinstance(averager.mode, LocalSGD)
         self._in_step = in_step
@@ -70,7 +70,7 @@ class ModeExchange:
         self._untold = 0
         self._stepping: set[int] = set()
         self._counted = False
-        self._apart = Apart(f"{averager.mode}")
+        self._apart = ReplicaDrift(f"{averager.mode}")
         before = register_optimizer_step_pre_hook(_weakly(self._begins))
         after = register_optimizer_step_post_hook(_weakly(self._stepped))
         self._leave = weakref.finalize(self, _remove, before, after)
@@ -84,7 +84,7 @@ class ModeExchange:
         UsageError
             With `LocalSGD`: parameters have moved, and nobody has told of it.
         BackendError
-            As `BucketExchange.average`.
+            As `DdpBucketExchange.average`.
         """
         averager = self._averager
         layout = self._in_step.layout_of(bucket)
@@ -103,7 +103,7 @@ class ModeExchange:
             except TopoplanError as error:
                 about = f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
                 rank = self._in_step.rank
-                raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
+                raise error_in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
             self._pull_back(layout, bucket)
             if bucket.is_last():
                 self._end_step()
@@ -322,7 +322,7 @@ class ModeExchange:
                 tensor.copy_(found.view_as(tensor))
 
 
-class Apart:
+class ReplicaDrift:
     """How many steps ranks have made since their parameters were last the same, and a word about it in the end."""
 
     def __init__(self, mode: str) -> None:

@@ -1,12 +1,11 @@
-"""LARS and LAMB for torch, alone or with the norms shared by the ranks of a communicator.
+"""Train with LARS and LAMB in torch, alone or with the norms shared by the ranks of a communicator.
 
-Parameters are replicated. A step measures those that this rank owns, gathers one float64 for each, and moves all of
+Parameters are replicated. A step measures this rank's own layers, gathers one float64 for each, and moves all of
 them. Parameters of 16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the
-CPU by `collectives.optimisers.trust_ratio`, on other devices by torch, from where one transfer brings all of them.
+CPU by `collectives.training.trust_ratios`, on other devices by torch, from which one transfer brings all of them.
 Complex parameters count as their real and imaginary parts, as in torch.optim.
 
-The formulas are those of `collectives.optimisers.layer_optimiser`; where torch's arithmetic rounds otherwise than
-numpy's, so do they.
+The formulas are those of `collectives.training.optimizers`; torch's arithmetic may round otherwise than numpy's.
 """
 
 from __future__ import annotations
@@ -20,17 +19,23 @@ from typing import Any
 import torch
 
 from collectives.communicator.communicator import Communicator
-from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
-from collectives.optimisers.trust_ratio import lamb_rate, lars_rate, norm
+from collectives.training.trust_ratios import (
+    GradientAveraging,
+    ParallelRates,
+    lamb_rate,
+    lars_rate,
+    norm,
+    sharing_communicator,
+)
 from topoplan.errors import UsageError
 
-Group = dict[str, Any]
+ParameterGroup = dict[str, Any]
 
-Layer = tuple[Any, Group]
+ParameterWithGroup = tuple[Any, ParameterGroup]
 """A parameter and its group."""
 
 
-class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
+class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
     """An optimiser whose parameters have rates.
 
     Parameters
@@ -56,9 +61,12 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
     _meant: tuple[Any, ...] = ()
 
     def __init__(
-        self, params: Iterable[Any], defaults: Group, communicator: Communicator | Averaging | None
+        self,
+        params: Iterable[Any],
+        defaults: ParameterGroup,
+        communicator: Communicator | GradientAveraging | None,
     ) -> None:
-        shared = sharing(communicator)
+        shared = sharing_communicator(communicator)
         if shared is not None and not shared.one_rank:
             raise UsageError(
                 f"the {shared.backend} back end has several ranks in this process, and a torch optimiser is "
@@ -67,7 +75,7 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         super().__init__(params, {**defaults, "adapt": True})
         self._communicator = shared
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParameterGroup) -> None:
         """Add parameters with options of their own, as in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
         try:
@@ -132,7 +140,7 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
                 if isinstance(value, torch.Tensor):
                     self.state[parameter][name] = value.detach().to(zeros_for(parameter), copy=True)
 
-    def _with_gradients(self) -> list[Layer]:
+    def _with_gradients(self) -> list[ParameterWithGroup]:
         """Parameters that have gradients, with their groups."""
         layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in layers:
@@ -145,7 +153,7 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         return layers
 
     def _agreed(
-        self, communicator: Communicator, layers: Sequence[Layer], rated: Sequence[int]
+        self, communicator: Communicator, layers: Sequence[ParameterWithGroup], rated: Sequence[int]
     ) -> ParallelRates:
         """Owners that all ranks have agreed on, once for the same parameters with gradients and settings."""
         options = tuple(
@@ -162,26 +170,28 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
             self._meant = meant
         return self._parallel
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParameterGroup) -> None:
         """Raise `UsageError` where an option is out of range."""
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
                 raise UsageError(f"{name} {group[name]} is out of range; give zero or more")
 
     @abstractmethod
-    def _measured(self, parameter: Any, group: Group) -> tuple[Any, Any]:
+    def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
         """The two tensors whose norms make the rate; the state has taken the gradient in where that needs it."""
 
     @abstractmethod
-    def _rate(self, weight_norm: float, other_norm: float, group: Group) -> float:
+    def _rate(self, weight_norm: float, other_norm: float, group: ParameterGroup) -> float:
         """The rate, from those norms."""
 
     @abstractmethod
-    def _move(self, parameter: Any, group: Group, speed: float, measured: tuple[Any, Any] | None) -> None:
+    def _move(
+        self, parameter: Any, group: ParameterGroup, speed: float, measured: tuple[Any, Any] | None
+    ) -> None:
         """Move a parameter by its rate times the learning rate; ``measured`` where this rank has done that."""
 
 
-class Lars(LayerOptimizer):
+class Lars(TorchLayerOptimizer):
     """LARS, as `collectives.optimisers.Lars`.
 
     Parameters
@@ -216,12 +226,12 @@ class Lars(LayerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         coefficient: float = 0.001,
-        communicator: Communicator | Averaging | None = None,
+        communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "coefficient": coefficient}
         super().__init__(params, options, communicator)
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParameterGroup) -> None:
         super()._check_group(group)
         if not 0 <= group["momentum"] < 1 or not group["coefficient"] > 0:
             raise UsageError(
@@ -229,15 +239,17 @@ class Lars(LayerOptimizer):
                 "give a momentum in [0, 1), such as 0.9, and a coefficient above 0, such as 0.001"
             )
 
-    def _measured(self, parameter: Any, group: Group) -> tuple[Any, Any]:
+    def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
         return parameter, parameter.grad
 
-    def _rate(self, weight_norm: float, other_norm: float, group: Group) -> float:
+    def _rate(self, weight_norm: float, other_norm: float, group: ParameterGroup) -> float:
         return lars_rate(
             weight_norm, other_norm, coefficient=group["coefficient"], weight_decay=group["weight_decay"]
         )
 
-    def _move(self, parameter: Any, group: Group, speed: float, measured: tuple[Any, Any] | None) -> None:
+    def _move(
+        self, parameter: Any, group: ParameterGroup, speed: float, measured: tuple[Any, Any] | None
+    ) -> None:
         kept = self.state[parameter]
         if not kept:
             kept["velocity"] = zeros_for(parameter)
@@ -249,7 +261,7 @@ class Lars(LayerOptimizer):
         parameter.sub_(velocity)
 
 
-class Lamb(LayerOptimizer):
+class Lamb(TorchLayerOptimizer):
     """LAMB, as `collectives.optimisers.Lamb`.
 
     The updates that a rank measures are kept until all rates are there: alone that is as much memory as the parameters
@@ -288,12 +300,12 @@ class Lamb(LayerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
-        communicator: Communicator | Averaging | None = None,
+        communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, communicator)
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParameterGroup) -> None:
         super()._check_group(group)
         if not all(0 <= beta < 1 for beta in group["betas"]) or not group["eps"] > 0:
             raise UsageError(
@@ -301,17 +313,19 @@ class Lamb(LayerOptimizer):
                 "give betas in [0, 1), such as 0.9 and 0.999, and an eps above 0, such as 1e-6"
             )
 
-    def _measured(self, parameter: Any, group: Group) -> tuple[Any, Any]:
+    def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
         return parameter, self._update(parameter, group)
 
-    def _rate(self, weight_norm: float, other_norm: float, group: Group) -> float:
+    def _rate(self, weight_norm: float, other_norm: float, group: ParameterGroup) -> float:
         return lamb_rate(weight_norm, other_norm)
 
-    def _move(self, parameter: Any, group: Group, speed: float, measured: tuple[Any, Any] | None) -> None:
+    def _move(
+        self, parameter: Any, group: ParameterGroup, speed: float, measured: tuple[Any, Any] | None
+    ) -> None:
         update = self._update(parameter, group) if measured is None else measured[1]
         parameter.add_(update, alpha=-speed)
 
-    def _update(self, parameter: Any, group: Group) -> Any:
+    def _update(self, parameter: Any, group: ParameterGroup) -> Any:
         """Where a parameter goes, after its moments have taken in the gradient."""
         kept = self.state[parameter]
         if not kept:

@@ -1,15 +1,14 @@
-"""Residuals of sparse gradients by parameter, whichever buckets hold these from step to step.
+"""Keep residuals of sparse gradients by parameter, independent of the buckets that hold these from step to step.
 
-A communicator keeps one residual for a bucket. When buckets are arranged anew, the residuals are taken apart and put
-together again as the parameters now lie. A parameter whose gradient is zero throughout on this rank takes no part in
-the step: it may be one that no rank has used, of which DDP throws the average away, and with it what had been sent. Its
-residual, and its velocity, wait here until it has a gradient again.
+A communicator keeps one residual for a bucket. When buckets are rearranged, residuals are taken apart and put together
+as the parameters now lie. A parameter whose gradient is zero throughout on this rank takes no part in the step: it may
+be one that no rank has used, of which DDP throws the average away, and with it the entries sent. Its residual and its
+velocity wait here until it has a gradient again.
 
-Parameters are known by numbers: those of a given order, or that in which buckets bring them. DDP arranges its buckets
-anew after the first step, so a bucket is known by the parameters that it holds, not by its place in their row. A
-checkpoint says in which buckets parameters came; where they come in others, their numbers mean something else.
-
-Everything stays where the gradients are, on a GPU in its memory; only a checkpoint comes to the host.
+Parameters are known by numbers: those of a given order, or that in which buckets bring them. DDP rearranges its buckets
+after the first step, so a bucket is known by its parameters, not by its place. A checkpoint says in which buckets
+parameters came; if they come in others, their numbers mean something else. Everything stays where the gradients are, on
+a GPU in its memory; only a checkpoint comes to the host.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class BucketLayout:
     @property
     def key(self) -> str:
         """A name that no bucket of other parameters, or of another order, has."""
-        return _named(self.numbers)
+        return _parameters_text(self.numbers)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Number of each parameter, and the elements of the buffer from which to which it is."""
@@ -124,7 +123,7 @@ class BucketLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class ParameterResidual:
     """What one parameter has not sent yet.
 
     Parameters
@@ -141,18 +140,18 @@ class Kept:
         """Whether there is nothing to keep."""
         return not self.residual.any() and (self.velocity is None or not self.velocity.any())
 
-    def copy(self, device: torch.device | None = None) -> Kept:
+    def copy(self, device: torch.device | None = None) -> ParameterResidual:
         """The same in memory of its own, on the same device or on another one."""
         velocity = None if self.velocity is None else self.velocity.detach().to(device, copy=True)
-        return Kept(self.residual.detach().to(device, copy=True), velocity)
+        return ParameterResidual(self.residual.detach().to(device, copy=True), velocity)
 
-    def plus(self, other: Kept) -> Kept:
+    def plus(self, other: ParameterResidual) -> ParameterResidual:
         """Both together."""
         if self.velocity is None or other.velocity is None:
             velocity = other.velocity if self.velocity is None else self.velocity
         else:
             velocity = self.velocity + other.velocity
-        return Kept(self.residual + other.residual, velocity)
+        return ParameterResidual(self.residual + other.residual, velocity)
 
 
 class ParameterResiduals:
@@ -169,7 +168,7 @@ class ParameterResiduals:
         self._communicator = communicator
         self._momentum = momentum
         self._layouts: dict[str, BucketLayout] = {}
-        self._waiting: dict[int, Kept] = {}
+        self._waiting: dict[int, ParameterResidual] = {}
 
     def arrange(
         self,
@@ -204,8 +203,8 @@ class ParameterResiduals:
             return
         held = set(layout.numbers)
         touched = [key for key, other in self._layouts.items() if not held.isdisjoint(other.numbers)]
-        taken = _apart(self._communicator.take_sparse_state(touched), self._layouts)
-        self._waiting = _together(self._waiting, taken)
+        taken = _split_residuals(self._communicator.take_sparse_state(touched), self._layouts)
+        self._waiting = _merge_residuals(self._waiting, taken)
         for key in touched:
             del self._layouts[key]
         self._layouts[layout.key] = layout
@@ -226,16 +225,16 @@ class ParameterResiduals:
         state = {"residual": residual, "velocity": velocity, "momentum": self._momentum, "step": step}
         self._communicator.put_sparse_state({layout.key: [state]})
 
-    def by_parameter(self) -> dict[int, Kept]:
+    def by_parameter(self) -> dict[int, ParameterResidual]:
         """What has not been sent, as copies on the host, by the numbers of the parameters that have any."""
         state = self._communicator.sparse_state()
-        there = _apart(
+        there = _split_residuals(
             {key: [{**one, **_tensors(one)} for one in listed] for key, listed in state.items()},
             self._layouts,
         )
         host = torch.device("cpu")
         waiting = {number: kept.copy(host) for number, kept in self._waiting.items()}
-        found = _together(waiting, there)
+        found = _merge_residuals(waiting, there)
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
 
     def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
@@ -252,19 +251,21 @@ class ParameterResiduals:
         lines |= {f"parameter {number}": [one.residual.cpu().numpy()] for number, one in waiting.items()}
         return back, lines
 
-    def drop_waiting(self) -> dict[int, Kept]:
+    def drop_waiting(self) -> dict[int, ParameterResidual]:
         """Give up what no bucket has taken yet, and return it."""
         waiting, self._waiting = self._waiting, {}
         return waiting
 
-    def replace(self, kept: Mapping[int, Kept]) -> None:
+    def replace(self, kept: Mapping[int, ParameterResidual]) -> None:
         """Go on from what `by_parameter` gave, instead of what is kept now."""
         self._communicator.restore_sparse_state({})
         self._layouts.clear()
         self._waiting = dict(kept)
 
 
-def _together(one: Mapping[int, Kept], other: Mapping[int, Kept]) -> dict[int, Kept]:
+def _merge_residuals(
+    one: Mapping[int, ParameterResidual], other: Mapping[int, ParameterResidual]
+) -> dict[int, ParameterResidual]:
     """What both hold: of one parameter both may, where ranks add up inside servers for the owner of a part."""
     found = dict(one)
     for number, kept in other.items():
@@ -272,13 +273,15 @@ def _together(one: Mapping[int, Kept], other: Mapping[int, Kept]) -> dict[int, K
     return found
 
 
-def _apart(state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]) -> dict[int, Kept]:
+def _split_residuals(
+    state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]
+) -> dict[int, ParameterResidual]:
     """The residuals of buckets by parameter."""
     found = {}
     for key, (one,) in state.items():
         for number, start, stop in layouts[key].parts():
             velocity = one["velocity"]
-            found[number] = Kept(
+            found[number] = ParameterResidual(
                 one["residual"][start:stop], None if velocity is None else velocity[start:stop]
             )
     return found
@@ -359,7 +362,7 @@ def tensors_of(parameters: object) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _named(numbers: tuple[int, ...]) -> str:
+def _parameters_text(numbers: tuple[int, ...]) -> str:
     """Parameters in few letters; kept, since buckets are the same in every step."""
     told = ",".join(_runs(numbers))
     if len(told) > LONGEST:

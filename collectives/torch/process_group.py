@@ -1,28 +1,22 @@
-"""The process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``.
+"""Define the process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``, and its plan.
 
-allreduce, broadcast, allgather, reduce-scatter and all-to-all of equal blocks run by plan, also several tensors of one
-type at once ("coalesced"), and sums of multiples, as FSDP2 may ask for. Everything else, and what a plan cannot carry,
-is given to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the
-environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A
-file that is no plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves
-tensors between GPUs: auto, windows or messages, as for `Communicator`.
+allreduce, broadcast, allgather, reduce-scatter, all-to-all of equal blocks, coalesced calls of one type and sums of
+multiples (FSDP2) run by plan; everything else goes to gloo (CPU tensors) and NCCL (GPU tensors) beneath. The plan is
+the given one, that of the file in TOPOPLAN_PLAN, or made of the job's machine at the first collective; all ranks agree
+on it (`PlanAgreement`). A file is for the whole job: groups of some ranks get plans on its machine. A file that is
+not a plan of this job is a `UsageError` of that collective, on all ranks (`collectives.peers.agreement`).
+TOPOPLAN_ENGINE says what moves tensors between GPUs: auto, windows or messages, as for `Communicator`.
 
-With TOPOPLAN_ON_FAILURE=shrink the default group goes on without a rank that dies, where torch sees no GPU:
-what runs by plan is repeated among the ranks that are left (`Communicator`), and beneath it they make a new group of
-gloo, since torch can take no member out of one. `rank` and `size` change, so that what divides by the number of ranks
-goes on right, as DDP does. Groups of some of its ranks do not go on: torch keeps their ranks by the old numbers. No
-process comes in where a rank is gone.
+With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
+repeated among survivors, with a new gloo group beneath; `rank` and `size` change. Groups of some ranks do not, and no
+rank joins.
 
-Arguments are checked before anything moves (`collectives.torch.group_arguments`), and all ranks refuse wrong ones: the
-group stays usable. Tensors may have any strides. Lists of an all-to-all may have any lengths; split sizes of all ranks
-are compared.
-
-Plans run in a thread of their own, on the CPU together with the other collectives; sends and receives, and what NCCL
-carries, are called by the caller's. Gloo tells the messages of both apart by tags. NCCL does not: calls on one
-communicator match in the order in which they come, so that a barrier right after an allreduce by plan in the background
-could meet that allreduce on another rank. So messages of plans have a communicator of their own. (To let the others
-wait for the plans instead would be a deadlock where one rank receives after a collective what its peer sends before
-it.) NCCL makes a communicator, and takes its memory, when it is first used.
+All ranks refuse wrong arguments before anything moves (`collectives.torch.group_arguments`): the group stays usable.
+Plans run in a thread of their own, on the CPU together with the other collectives; sends, receives and NCCL in the
+caller's. Gloo tells both kinds of messages apart by tags. NCCL matches calls by order on one communicator, so messages
+of plans have their own: a barrier right after a background allreduce could meet it on another rank otherwise. (To let
+the others wait for plans would deadlock where a rank receives after a collective what its peer sends before it.)
+NCCL makes a communicator, and takes its memory, when it is first used.
 """
 
 from __future__ import annotations
@@ -41,17 +35,187 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from collectives.backends.backend import GoesOn
-from collectives.backends.torch.gloo_threads import let_go
-from collectives.backends.torch.members import backend_of
-from collectives.backends.torch.open_group import PATIENCE, gloo_among, gloo_over
+import topoplan
+from collectives.backends.backend import Recovers
+from collectives.backends.torch.backend_selection import backend_of
+from collectives.backends.torch.process_groups import (
+    WATCHDOG_FACTOR,
+    devices_of,
+    gloo_among,
+    gloo_over,
+    wait_for_gloo_threads,
+)
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.peers.error_rounds import Gather, say_all
+from collectives.communicator.job_plan import PlanLike, agree_on_input, agree_on_plan
+from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
 from collectives.torch.futures import JointWork
 from collectives.torch.group_collectives import GroupCollectives
-from collectives.torch.group_plan import agreed_file, gather_over
-from topoplan.errors import UsageError
+from collectives.training.exchange_settings import ExchangeSettings
+from topoplan.errors import InfeasibleError, TopoplanError, UsageError
+from topoplan.plans.plan import Plans
+from topoplan.plans.size_plans import SizePlans
+
+PLAN_VARIABLE = "TOPOPLAN_PLAN"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAgreement:
+    """What the ranks have agreed on.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans or None
+    reason : str
+        Why there is no plan; empty where there is one.
+    """
+
+    plan: Plans | None
+    reason: str = ""
+
+
+def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather) -> PlanAgreement:
+    """The plan that all ranks have and that fits their group; all of them must call this.
+
+    Parameters
+    ----------
+    plan : Plan, SizePlans, Topology, str, path or None
+        As `plan_of` takes it; None to make one of what the job runs on.
+    group : ProcessGroup
+    gather : callable
+        Over the ranks of the group.
+
+    Raises
+    ------
+    UsageError
+        The plan that a rank was given is none, or is not for this group, or not that of the others; on all ranks, with
+        the same text.
+    """
+    rank, size = group.rank(), group.size()
+    try:
+        gather_or_raise(gather, lambda: str(devices_of(group)))  # else its messages cannot carry a plan
+    except TopoplanError as error:
+        return PlanAgreement(None, str(error))
+    try:
+        meant = agree_on_input(gather, plan, size=size, where="the process group")
+        if meant is not None:
+            return PlanAgreement(agree_on_plan(gather, meant, rank=rank, size=size))
+    except TopoplanError as error:
+        raise UsageError(str(error)) from error
+    try:
+        return PlanAgreement(agree_on_plan(gather, None, rank=rank, size=size))
+    except TopoplanError as error:
+        return PlanAgreement(None, f"no plan can be made of this job: {error}")
+
+
+def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]) -> PlanAgreement:
+    """As `agreed_plan`, for the plan that the environment gives, if it gives one.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    gather : callable
+        Over its ranks.
+    members : sequence of int
+        Its ranks, as those of the job are counted.
+    """
+    rank = group.rank()
+    read: list[Plans | None] = []
+
+    def whole() -> str:
+        try:
+            path = os.environ.get(PLAN_VARIABLE)
+            read.append(topoplan.load_plan(path) if path else None)
+        except TopoplanError as error:
+            raise UsageError(f"{PLAN_VARIABLE}: {error}") from error
+        return "" if read[0] is None else read[0].digest
+
+    digests, world = gather_or_raise(gather, whole), dist.get_world_size()
+    plan = read[0]
+    # what differs, or has another number of ranks than the job, is refused as it is
+    if plan is None or len(set(digests)) > 1 or len(members) == world or len(plan.ranks) != world:
+        return agreed_plan(plan, group, gather)
+    try:
+        part = plan_on_one_rank(gather, _plan_for_members(plan, members), rank=rank)
+    except InfeasibleError as error:
+        return PlanAgreement(None, str(error))
+    return agreed_plan(part, group, gather)
+
+
+def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
+    """What plans for some ranks of a job on the machine of its plan."""
+    gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
+    numbers = [gpus.index(plan.ranks[member]) for member in members]
+    make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan
+    return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=check_still_wanted)
+
+
+def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: str = "") -> ExchangeSettings:
+    """The settings of this rank, which are those of all; all of them must call this.
+
+    Parameters
+    ----------
+    make : callable
+        Raises what is wrong with them.
+    gather : callable
+        Over all ranks.
+    more : str
+        What must be alike besides, as it is told.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range on some rank, or ranks differ; on all ranks, with the same text.
+    """
+    made: list[ExchangeSettings] = []
+
+    def told() -> str:
+        made.append(make())
+        return f"{made[0]}{more}"
+
+    first, *others = gather_or_raise(gather, told)
+    for rank, one in enumerate(others, start=1):
+        if one != first:
+            raise UsageError(f"rank {rank} has {one}, and rank 0 {first}; give all ranks the same settings")
+    return made[0]
+
+
+def gather_by(group: dist.ProcessGroup) -> Gather:
+    """The gathering of texts over a process group."""
+
+    def gather(text: str) -> list[str]:
+        texts = [""] * dist.get_world_size(group)
+        dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    return gather
+
+
+def gather_over(group: dist.ProcessGroup, device: torch.device) -> Gather:
+    """The gathering of texts over a process group that torch does not know by name.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    device : torch.device
+        Of tensors that the group takes.
+    """
+
+    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(group.size())]
+        group.allgather([outputs], [tensor]).wait()
+        return [output.cpu() for output in outputs]
+
+    def gather(text: str) -> list[str]:
+        data = text.encode()
+        lengths = [int(one) for one in gathered(torch.tensor([len(data)], device=device))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        found = gathered(padded.to(device))
+        return [one[:length].numpy().tobytes().decode() for one, length in zip(found, lengths, strict=True)]
+
+    return gather
+
 
 ENGINE = "TOPOPLAN_ENGINE"
 ON_FAILURE = "TOPOPLAN_ON_FAILURE"
@@ -242,7 +406,7 @@ class PlannedGroup(GroupCollectives):
                     "a wait for a collective has timed out, and the process group is destroyed"
                 )
             self.communicator.close()
-        let_go()
+        wait_for_gloo_threads()
         if self.carrier is not self.inner:
             self.carrier.shutdown()
         self.inner.shutdown()
@@ -276,7 +440,7 @@ class PlannedGroup(GroupCollectives):
                     engine = os.environ.get(ENGINE) or "auto"
                     backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
-                    if isinstance(backend, GoesOn) and backend.survivors is not None:
+                    if isinstance(backend, Recovers) and backend.survivors is not None:
                         backend.survivors.beside = self._go_on
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
@@ -321,7 +485,7 @@ def agreed_on_failure(gather: Gather) -> str:
             raise UsageError(f"{ON_FAILURE} is {found!r}; use raise or shrink")
         return found
 
-    first, *others = say_all(gather, told)
+    first, *others = gather_or_raise(gather, told)
     for rank, one in enumerate(others, start=1):
         if one != first:
             raise UsageError(f"rank {rank} has {ON_FAILURE}={one}, and rank 0 {first}; set it alike")
@@ -356,7 +520,7 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
     others._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl", timeout))
     plans = dist.ProcessGroup(store, rank, size)
     plans._set_default_backend(kind.NCCL)
-    plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", PATIENCE * timeout))
+    plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", WATCHDOG_FACTOR * timeout))
     return InnerGroups(others, plans, "cpu:gloo,cuda:nccl", store)
 
 

@@ -1,13 +1,13 @@
-"""How one gradient after another is averaged over all ranks: one protocol for every mode.
+"""Average one gradient after another over all ranks: one protocol for every synchronisation mode.
 
-The one road that the torch hook and the plain loop share: `start` for each gradient of a step, `end_step`, and after
-the last step `finish`. In step (`BSP`) a gradient is exchanged dense or sparse; in the other modes nobody is met:
+The torch hook and the plain loop share it: `start` for each gradient of a step, `end_step`, and after the last step
+`finish`. In step (`BSP`) a gradient is exchanged dense or sparse; the other modes do not wait for all ranks:
 
-- `SSP`, `ASP`: average of a step = (own gradient + what has come from others since the last step) / ranks. Over a whole
-  run every gradient is used once by every rank, so the sums agree in the end; on the way replicas differ by what is
-  still under way.
-- `LocalSGD`: gradients stay where they are, and when it is `due` the parameters are averaged instead; with `Gossip`
-  each rank mixes its own with those of one other.
+- `SSP`, `ASP`: average of a step = (own gradient + gradients of others that arrived since the last step) / ranks. Over
+  a whole run every gradient is used once by every rank, so the sums agree in the end; on the way replicas differ by
+  the gradients that are still under way.
+- `LocalSGD`: gradients stay local, and when it is `due` the parameters are averaged instead; with `Gossip` each rank
+  mixes its own with those of one other.
 
 Gradients are told apart by keys, whose residuals live in the communicator; every exchange is recorded for the report.
 """
@@ -24,18 +24,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.sparse.explanation import Explanation
-from collectives.staleness.mailbox import Mailbox
-from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
+from collectives.sparse.exchange_choice import SparseExplanation
+from collectives.tables.array_library import ArrayLibrary
+from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import FILTERS, ExchangeSettings, LossScale
-from collectives.training.integer_codes import IntegerCodeExchange
-from collectives.training.kept_memory import NOTHING, KeptMemory, Part, told
+from collectives.training.gradient_filters import IntegerCodeExchange, SignificanceExchange
 from collectives.training.low_rank import LowRankExchange
-from collectives.training.recorder import Recorder
-from collectives.training.significance import SignificanceExchange
+from collectives.training.mailbox import Mailbox
+from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
+from collectives.training.report import Recorder
 from topoplan.errors import UsageError
 
 
@@ -80,7 +79,7 @@ class Averager(ABC):
         *,
         op: str = "avg",
         out: Any = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
         """Begin to average a gradient.
 
@@ -159,9 +158,9 @@ class Averager(ABC):
         Returns
         -------
         dict
-            ``filter``: the settings, empty without a filter; and what `KeptMemory.state` gives.
+            ``filter``: the settings, empty without a filter; and what `FilterState.state` gives.
         """
-        return dict(NOTHING)
+        return dict(EMPTY_STATE)
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
         """Go on from what `filter_state` gave.
@@ -171,7 +170,7 @@ class Averager(ABC):
         str
             What is lost, since it was kept by another filter than this run's; empty if nothing is.
         """
-        return told(state)
+        return describe_state(state)
 
     def drop_unused(self) -> str:
         """Give up what the filter was restored with and has found no use for: what it was."""
@@ -257,7 +256,7 @@ class InStepAverager(Averager):
         *,
         op: str = "avg",
         out: Any = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[BucketPart] | None = None,
         async_op: bool = True,
     ) -> Handle[Any]:
         """See `Averager.start`.
@@ -278,7 +277,7 @@ class InStepAverager(Averager):
             comm.refuse(str(error))
             raise
         if parts is None:
-            parts = (Part(key, 0, elements, (elements,)),)
+            parts = (BucketPart(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
             handle, part = low_rank.start(
                 thin, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
@@ -321,11 +320,11 @@ class InStepAverager(Averager):
             told_of = None
             if not isinstance(found, Handle):
                 chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
-                told_of = _told_of_sparse(chosen, density)
+                told_of = _sparse_note(chosen, density)
 
         def over() -> None:
             if handle.exchange is not None:
-                recorder.add(key, nbytes, started, step=step, **_told_of_sparse(handle.exchange, density))
+                recorder.add(key, nbytes, started, step=step, **_sparse_note(handle.exchange, density))
             elif told_of is not None:  # else it failed before it was known how
                 recorder.add(key, nbytes, started, step=step, **told_of)
 
@@ -350,7 +349,7 @@ class InStepAverager(Averager):
             self._keys = set()
             self.communicator.end_sparse_step(keys, lost=True)
 
-    def _looked_at(self, memory: KeptMemory, averages: Any) -> Any:
+    def _looked_at(self, memory: FilterState, averages: Any) -> Any:
         """Averages that travelled whole in a step in which others may be filtered."""
         library = self.communicator.arrays
         one = averages if self.communicator.one_rank else averages[0]
@@ -380,8 +379,8 @@ class InStepAverager(Averager):
         """See `Averager.restore_filter`."""
         memory, fits = self._memory, state["filter"] == self._filter
         if memory is not None:
-            memory.restore(state if fits else NOTHING)
-        return told(state) if memory is None or not fits else ""
+            memory.restore(state if fits else EMPTY_STATE)
+        return describe_state(state) if memory is None or not fits else ""
 
     def marked(self) -> tuple[Callable[[], None], dict[str, list[NDArray[Any]]]]:
         """What takes back what steps change from now on in what the filter keeps; and its residuals."""
@@ -389,7 +388,7 @@ class InStepAverager(Averager):
 
     def drop_unused(self) -> str:
         """See `Averager.drop_unused`."""
-        return "" if self._memory is None else told(self._memory.drop_unused())
+        return "" if self._memory is None else describe_state(self._memory.drop_unused())
 
     def common(self) -> dict[str, NDArray[Any]]:
         """See `Averager.common`: the matrices with which low ranks go on."""
@@ -420,7 +419,7 @@ class InStepAverager(Averager):
         return ", ".join(f"{one}" for name in FILTERS if (one := getattr(self.settings, name)) is not None)
 
     @property
-    def _memory(self) -> KeptMemory | None:
+    def _memory(self) -> FilterState | None:
         """What the filter keeps, if there is one that keeps anything."""
         kept: LowRankExchange | SignificanceExchange | None = self._low_rank or self._significance
         return None if kept is None else kept.memory
@@ -471,7 +470,7 @@ class StaleAverager(Averager):
         *,
         op: str = "avg",
         out: Any = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
         """Send a gradient, and average it with what has come; the first of a step waits if this rank is too far ahead.
 
@@ -585,7 +584,7 @@ class LocalAverager(Averager):
         *,
         op: str = "avg",
         out: Any = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
         """The rank's own gradient: nothing is sent. See `Averager.start`."""
         comm = self._communicator
@@ -674,7 +673,7 @@ class GossipAverager(LocalAverager):
             self._mailbox.close()
 
 
-def averager(
+def make_averager(
     communicator: Communicator,
     settings: ExchangeSettings,
     recorder: Recorder,
@@ -762,7 +761,7 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
             )
 
 
-def _told_of_sparse(chosen: Explanation, density: float) -> dict[str, Any]:
+def _sparse_note(chosen: SparseExplanation, density: float) -> dict[str, Any]:
     """What a record says of a sparse exchange."""
     dense = chosen.exchange == "dense"
     bound = math.inf if chosen.plan is None else chosen.plan.bound

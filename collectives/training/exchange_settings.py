@@ -1,4 +1,4 @@
-"""How gradients are exchanged: dense, narrow, sparse or through a filter, and in which mode; what goes with what.
+"""Hold and check the settings of gradient exchange: dense, narrow, sparse or filtered, and the mode.
 
 Ranks compare the settings by their text before the first step.
 """
@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-from collectives.selection.error_feedback import checked_density
-from collectives.staleness.modes import BSP, Mode
-from collectives.training.integer_codes import IntegerCodes
+from collectives.sparse.selection.error_feedback import checked_density
+from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.significance import Significance
+from collectives.training.modes import BSP, Mode
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 
 class HasScale(Protocol):
@@ -172,7 +171,7 @@ class ExchangeSettings:
             raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
         if not isinstance(self.mode, BSP):
             raise UsageError(f"{self.mode} exchanges whole gradients or parameters; leave the density out")
-        from collectives.wire.filters import WireFormat
+        from collectives.sparse.codec import WireFormat
 
         if not isinstance(self.wire, WireFormat | None):
             raise UsageError(

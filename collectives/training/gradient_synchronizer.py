@@ -1,4 +1,4 @@
-"""Gradients averaged over all ranks in training loops without torch: on arrays of numpy or CuPy, bucket by bucket."""
+"""Average gradients over all ranks in training loops without torch: arrays of numpy or CuPy, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.backends.backend import Backend
-from collectives.backends.open_backend import Settings
+from collectives.backends.open_backend import BackendSettings
 from collectives.communicator.communicator import Communicator
-from collectives.job.given_plan import GivenPlan, open_for_plan
-from collectives.peers.error_rounds import check_all
-from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, Mode, mode_of
-from collectives.training.averaging import average_parameters, averager
-from collectives.training.bucket_exchange import BucketExchange, BucketMemory
-from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
+from collectives.communicator.job_plan import PlanLike, open_backend_for_plan
+from collectives.peers.agreement import check_on_all
+from collectives.training.averaging import average_parameters, make_averager
+from collectives.training.buckets import (
+    BUCKET_BYTES,
+    BucketExchange,
+    BucketMemory,
+    DataPresence,
+    GradientShapes,
+    buckets_of,
+    share_failure,
+)
+from collectives.training.checkpoint_state import (
+    EMPTY_STATE,
+    describe_state,
+    pack_arrays,
+    send_to_joining_ranks,
+    unpack_arrays,
+    unscaled_state,
+    warn_of_unused_state,
+)
 from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
-from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import NOTHING, in_units_of_one, told, warn_of_lost
+from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.newcomers import hand_on, packed, unpacked
-from collectives.training.proximal import Proximal
-from collectives.training.recorder import Recorder
-from collectives.training.report import log_start, watch
-from collectives.training.significance import Significance
-from collectives.training.uneven import Presence, told_to_others
+from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Mode, Proximal, mode_of
+from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
+    from collectives.sparse.codec import WireFormat
 
 FORMAT = "topoplan.gradients/2"
 """Of a checkpoint: what is kept of gradients is in units of a loss scale of 1."""
@@ -57,8 +67,8 @@ class GradientSynchronizer:
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
     plan : Plan, SizePlans, str, path or Topology, optional
         One, its file, or the machine whose GPUs the ranks are, also by its name in the library. None lets the ranks of
-        mpi, shared and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without
-        GPUs.
+        mpi, shared and tcp agree on one (`collectives.communicator.job_topology`): the processes as they lie on their
+        hosts, without GPUs.
     backend : str or Backend
         One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
@@ -68,15 +78,15 @@ class GradientSynchronizer:
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
     mode : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
-        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
+        How far ranks may be apart (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default.
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
         rank.
     codes : IntegerCodes or int, optional
-        Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
-        their bits: 8 or 16.
+        Whole numbers that travel and are added in place of dense gradients (`collectives.training.gradient_filters`),
+        or their bits: 8 or 16.
     significance : Significance or float, optional
-        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
+        Entries that alone travel of dense gradients (`collectives.training.gradient_filters`), or their threshold.
     loss_scale : float, callable or GradScaler, optional
         What gradients are multiplied by, the same on all ranks: the number, a function that returns it, or an object
         with ``get_scale()``, asked once a step. What is kept of gradients follows it; without it, what was kept at one
@@ -132,7 +142,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         parameters: Any,
-        plan: GivenPlan | None = None,
+        plan: PlanLike | None = None,
         *,
         backend: str | Backend[Any] = "mpi",
         bucket_bytes: int = BUCKET_BYTES,
@@ -170,12 +180,14 @@ class GradientSynchronizer:
         opened: Backend[Any] | None = None
         try:
             if invitation is None:
-                opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
+                opened, meant = open_backend_for_plan(
+                    backend, plan, BackendSettings(timeout, engine=engine, exact=exact)
+                )
                 comm = Communicator(meant, opened, timeout=timeout, on_failure=on_failure)
             else:
                 comm = Communicator.join(invitation, wait=timeout)
             self.communicator = comm
-            self.recorder = watch(Recorder(name, ranks=comm.size))
+            self.recorder = register_recorder(Recorder(name, ranks=comm.size))
             self.recorder.among = self._among = comm.seats
             self._on_change, self._notes = on_change, 0
             with self._refusing("making the synchronizer"):
@@ -186,7 +198,7 @@ class GradientSynchronizer:
             self._alike = f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}"
             if not self._comes:
                 self._agree(self._alike)
-            self._averager = averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale)
+            self._averager = make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
             self._there = (
@@ -340,10 +352,10 @@ class GradientSynchronizer:
                     f"averages of {whole[0]} are not divided by the ranks present; use divide_by='all'"
                 )
             weights = None if parameters is None else self._shapes.lists(parameters, "parameter")
-            presence = Presence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
+            presence = DataPresence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
         self._exchange.presence = presence
         try:
-            with told_to_others(comm, "inside join"):
+            with share_failure(comm, "inside join"):
                 yield
             with self._refusing("leaving join"):
                 self._check_between_steps()
@@ -394,13 +406,13 @@ class GradientSynchronizer:
         if not self._comes:
             comm.grow()  # who has come may have died again before some of the others return, so all of them meet
         with self._refusing("growing"):
-            come = hand_on(
+            come = send_to_joining_ranks(
                 comm,
                 arrays,
                 has_it=not self._comes,
                 alike=f"{self._same()['layout']} {self._alike}",
-                give=lambda: packed(self._common()),
-                take=lambda text: self._take_common(unpacked(text)),
+                give=lambda: pack_arrays(self._common()),
+                take=lambda text: self._take_common(unpack_arrays(text)),
             )
         self._comes = False
         return tuple(rank for rank, seat in enumerate(comm.seats) if seat in come)
@@ -462,7 +474,7 @@ class GradientSynchronizer:
             Another rank failed, or does not finish within the timeout.
         """
         stale = isinstance(self.mode, SSP | ASP)
-        if isinstance(self.mode, APART) and parameters is None and self._apart:
+        if isinstance(self.mode, LOCAL_MODES) and parameters is None and self._apart:
             raise UsageError(
                 f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
             )
@@ -522,27 +534,29 @@ class GradientSynchronizer:
         """
         if self._comes:
             raise UsageError("this rank gets what the others have; call grow in place of load_state_dict")
-        check_all(self.communicator.gather_texts, lambda: self._check_state(state))
+        check_on_all(self.communicator.gather_texts, lambda: self._check_state(state))
         same = self._same()
         if state["format"] == EARLIER:
-            state = in_units_of_one(state, self._averager.loss_scale())
-        filters = state.get("filters", NOTHING)
+            state = unscaled_state(state, self._averager.loss_scale())
+        filters = state.get("filters", EMPTY_STATE)
         residuals = {
             key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
         }
         if state["ranks"] != same["ranks"]:
             self.communicator.restore_sparse_state({})
-            self._averager.restore_filter(NOTHING)
-            lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
+            self._averager.restore_filter(EMPTY_STATE)
+            lost = [describe_state({"residuals": residuals}, of="bucket"), describe_state(filters)]
             if self._proximal is not None:
                 lost.append("the anchors of parameters")
-            warn_of_lost(lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}")
+            warn_of_unused_state(
+                lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}"
+            )
         else:
             self.communicator.restore_sparse_state(state["residuals"] if self._sparse else {})
             lost = [self._averager.restore_filter(filters)]
             if not self._sparse:
-                lost.append(told({"residuals": residuals}, of="bucket"))
-            warn_of_lost(lost, "gradients travel by other settings than when the state was saved")
+                lost.append(describe_state({"residuals": residuals}, of="bucket"))
+            warn_of_unused_state(lost, "gradients travel by other settings than when the state was saved")
             if self._proximal is not None:
                 self._proximal.restore(state["proximal"])
         self.recorder.step = self._heard = int(state["step"])
@@ -754,7 +768,7 @@ class GradientSynchronizer:
         """Whether `grow` and `after_step` were called before, where they have something to do."""
         if self._comes:
             raise UsageError("this rank has come in later and has not what the others have; call grow first")
-        if isinstance(self.mode, APART) and self._heard != self.recorder.step:
+        if isinstance(self.mode, LOCAL_MODES) and self._heard != self.recorder.step:
             raise UsageError(
                 f"{self.mode} averages parameters when it is told that they have "
                 "moved, and it was not told in the step before; call after_step(parameters) in every step"

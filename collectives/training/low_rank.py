@@ -1,17 +1,14 @@
-"""PowerSGD: a gradient as the product of two thin matrices, which the dense plan adds up (Vogels et al., NeurIPS 2019).
+"""Average gradients as products of two thin matrices that the dense plan adds: PowerSGD (Vogels et al., NeurIPS 2019).
 
-A gradient of n elements is seen as a matrix M of about sqrt(n) rows and columns, the residual of earlier steps added.
-With Q of so many columns as the rank, orthonormal P from the sum of all M Q, and Q from the sum of all M' P, all ranks
-get P Q', and each keeps what is missing of its own M. Q begins the next step (warm start), so that the product follows
-the gradients' strongest directions from step to step. Sums are linear: any plan adds the thin matrices.
+A gradient of n elements is a matrix M of about sqrt(n) rows and columns, the residual added. With Q of as many columns
+as the rank, orthonormal P from the sum of all M Q, and Q from the sum of all M' P, all ranks get P Q'; each keeps the
+rest of its own M. Q begins the next step (warm start). Sums are linear: any plan adds the thin matrices.
 
-What is given up: one gradient is no longer the average but its part of low rank; with feedback what is missing comes
-later, so that over a run everything is used. By default a bucket is one matrix whatever layers lie in it, which is
-coarser than a matrix for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or more
-dimensions is one, and all others travel whole beside them. Matrices are multiplied on the CPU. The product is added up
-column by column in a fixed order, so that every rank has the same bits. Where a rank's gradient holds NaN or infinity,
-all averages of its matrices are NaN on all ranks, as a loop that skips such steps has to see, and what is kept is as
-before the step.
+One gradient is not the average but its part of low rank; with feedback the rest comes later. By default a bucket is one
+matrix, which is coarser than one for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of
+two or more dimensions is one, and all others travel whole. Matrices are multiplied on the CPU. The product is added up
+column by column in a fixed order: every rank has the same bits. NaN or infinity on one rank makes all averages of its
+matrices NaN on all ranks, and the residuals are those before the step.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.training.kept_memory import KeptMemory, Part
+from collectives.training.checkpoint_state import BucketPart, FilterState
 from topoplan.errors import UsageError
 
 Matrix = NDArray[Any]
@@ -84,12 +81,12 @@ class LowRank:
         rows = max(1, math.isqrt(elements))
         return rows, -(-elements // rows)
 
-    def thin(self, key: str, parts: Sequence[Part], step: int) -> tuple[Thin, ...]:
+    def thin(self, key: str, parts: Sequence[BucketPart], step: int) -> tuple[ThinMatrix, ...]:
         """The matrices of a bucket that are approximated in a step: those whose thin ones are smaller.
 
         Examples
         --------
-        >>> layers = [Part("weight", 0, 120, (10, 12)), Part("bias", 120, 130, (10,))]
+        >>> layers = [BucketPart("weight", 0, 120, (10, 12)), BucketPart("bias", 120, 130, (10,))]
         >>> LowRank(2, begins=0).thin("bucket 0", layers, 0)
         (Thin(key='bucket 0', start=0, stop=130, rows=11, columns=12),)
         >>> LowRank(2, begins=0, matrices="layers").thin("bucket 0", layers, 0)
@@ -98,10 +95,10 @@ class LowRank:
         if step < self.begins:
             return ()
         if self.matrices == "bucket":
-            found = [Thin(key, parts[0].start, parts[-1].stop, *self.sides(parts[-1].stop))]
+            found = [ThinMatrix(key, parts[0].start, parts[-1].stop, *self.sides(parts[-1].stop))]
         else:
             found = [
-                Thin(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
+                ThinMatrix(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
                 for one in parts
                 if len(one.shape) > 1
             ]
@@ -109,7 +106,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Thin:
+class ThinMatrix:
     """A matrix that travels as two thin ones: its name, where it lies in the bucket, and its sides."""
 
     key: str
@@ -129,21 +126,21 @@ class LowRankExchange:
 
     Attributes
     ----------
-    memory : KeptMemory
+    memory : FilterState
         The residuals, and Q of each matrix.
     """
 
     def __init__(self, communicator: Communicator, settings: LowRank) -> None:
         self.communicator = communicator
         self.settings = settings
-        self.memory = KeptMemory()
+        self.memory = FilterState()
 
     def start(
         self,
-        thin: Sequence[Thin],
+        thin: Sequence[ThinMatrix],
         gradients: Any,
         *,
-        parts: Sequence[Part],
+        parts: Sequence[BucketPart],
         scale: float,
         op: str,
         out: Any,
@@ -199,7 +196,7 @@ class LowRankExchange:
         def undefined() -> Any:
             for at in thin:
                 total[at.start : at.stop] = np.nan
-            return put_in_all(comm, total, given, out, self.memory)
+            return distribute_average(comm, total, given, out, self.memory)
 
         if not _finite(summed[: len(thin)]):
             return Handle.of(undefined()), travels
@@ -218,20 +215,20 @@ class LowRankExchange:
                 for line in lines:
                     line[at.start : at.stop] -= share
                 dead = ~right.any(axis=0)
-                kept = np.where(dead, _first(at.key, at.columns, how.rank), right)
+                kept = np.where(dead, _initial_factor(at.key, at.columns, how.rank), right)
                 self.memory.keep_arrays(at.key, [kept])
             if how.feedback:
                 self.memory.keep(held, lines, scale=scale)
-            return put_in_all(comm, total, given, out, self.memory)
+            return distribute_average(comm, total, given, out, self.memory)
 
         handle = self._sum(again, given, op, async_op=async_op).then(product)
         return handle, travels
 
-    def _right(self, at: Thin) -> Matrix:
+    def _right(self, at: ThinMatrix) -> Matrix:
         """Where the search for a matrix's directions goes on, or begins: of length 1."""
         kept = self.memory.array(at.key)
         if kept is None or kept[0].shape != (at.columns, self.settings.rank):
-            kept = [_first(at.key, at.columns, self.settings.rank)]
+            kept = [_initial_factor(at.key, at.columns, self.settings.rank)]
         wide = kept[0].astype(np.float64)
         lengths = np.sqrt(np.add.reduce(wide * wide, axis=0))
         return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
@@ -260,26 +257,26 @@ class LowRankExchange:
         )
 
 
-def ranks_in(handle: Handle[Any], communicator: Communicator) -> int:
+def rank_count(handle: Handle[Any], communicator: Communicator) -> int:
     """How many ranks a collective was of that is done: the same number on all, also where a rank is lost meanwhile."""
     return len(handle.among) or communicator.size
 
 
-def reduced(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
-    """Reduce a line of every rank, in place, and wait for it: of how many ranks it is (`ranks_in`)."""
+def reduce_line(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
+    """Reduce a line of every rank, in place, and wait for it: of how many ranks it is (`rank_count`)."""
     given = lines[0] if communicator.one_rank else lines
     told = communicator.on_failure == "shrink"
     handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=told))
     handle.wait()
-    return ranks_in(handle, communicator)
+    return rank_count(handle, communicator)
 
 
-def put_in_all(
+def distribute_average(
     communicator: Communicator,
     average: Matrix,
     given: Sequence[Any],
     out: Any,
-    memory: KeptMemory | None = None,
+    memory: FilterState | None = None,
 ) -> Any:
     """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given.
 
@@ -330,14 +327,14 @@ def _finite(matrices: Sequence[Matrix]) -> bool:
     return all(bool(np.isfinite(one).all()) for one in matrices)
 
 
-def _matrix(values: Matrix, at: Thin) -> Matrix:
+def _matrix(values: Matrix, at: ThinMatrix) -> Matrix:
     """A line as a matrix, zeros behind its end."""
     whole = np.zeros(at.rows * at.columns, np.float32)
     whole[: values.size] = values
     return whole.reshape(at.rows, at.columns)
 
 
-def _first(key: str, columns: int, rank: int) -> Matrix:
+def _initial_factor(key: str, columns: int, rank: int) -> Matrix:
     """(C, R): where a gradient's Q begins, the same on all ranks."""
     source = np.random.default_rng(zlib.crc32(key.encode()))
     return source.standard_normal((columns, rank)).astype(np.float32)

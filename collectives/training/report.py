@@ -1,4 +1,8 @@
-"""What a person sees of a training job's exchanges: a line at the start, a table, and a picture of when what ran.
+"""Record a training job's gradient exchanges, and report them: a line at the start, a table, a timeline.
+
+Times are seconds on this process's clock, from the making of the recorder on. A step lasts from the end of the one
+before to its own end; an exchange lasts from the call that starts it to its completion; a wait is the part in which
+the training loop stood still for it.
 
 Effective bandwidth is the gradient's bytes over the time of its exchange, waiting in line included, beside the bound
 that no plan on this machine exceeds.
@@ -8,23 +12,251 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
-from collectives.staleness.modes import LocalSGD, Straggler, mode_of
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.recorder import ChangeRecord, ExchangeRecord, Recorder, StepRecord
+from collectives.training.modes import LocalSGD, Straggler, mode_of
 from topoplan.errors import UsageError
-from topoplan.simulation.clocks import run_clocks
+from topoplan.model.asynchronous_training import run_clocks
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRecord:
+    """One gradient exchange.
+
+    Parameters
+    ----------
+    step : int
+    key : str
+        Of the bucket.
+    nbytes : int
+        Of the gradient.
+    density : float
+        Share of its elements that was exchanged: 1 where it was dense.
+    how : str
+        Schedule of the plan, or the sparse exchange.
+    bound : float
+        GB/s of algorithm bandwidth that no plan exceeds; infinite where nothing is known.
+    started, ended : float
+    """
+
+    step: int
+    key: str
+    nbytes: int
+    density: float
+    how: str
+    bound: float
+    started: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.started
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of training.
+
+    Parameters
+    ----------
+    step : int
+    started, ended : float
+    waited : float
+        Seconds in which the loop stood still for exchanges.
+    """
+
+    step: int
+    started: float
+    ended: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRecord:
+    """From one exchange to the next other ranks took part. Ranks are numbered as in the first plan.
+
+    Parameters
+    ----------
+    step : int
+    key : str
+        Of the bucket from which on it were others.
+    before, after : tuple of int
+        The ranks whose gradients were averaged.
+    repeated : tuple of str
+        The buckets that this rank exchanged again.
+    kept : float or None
+        Norm of what this rank had kept of gradients at the end of the step; None where ranks keep nothing.
+    notes : tuple of str
+        What the communicator planned anew.
+    """
+
+    step: int
+    key: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    repeated: tuple[str, ...] = ()
+    kept: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """Who was there before only."""
+        return tuple(rank for rank in self.before if rank not in self.after)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Who was not there before."""
+        return tuple(rank for rank in self.after if rank not in self.before)
+
+    def __str__(self) -> str:
+        lost, joined = self.without, self.joined
+        parts = [f"without rank {', '.join(map(str, lost))}"] if lost else []
+        parts += [f"with rank {', '.join(map(str, joined))}"] if joined else []
+        told = f"step {self.step}, from {self.key} on: {' and '.join(parts)}, {len(self.after)} ranks"
+        if self.repeated:
+            told += f"; exchanged again: {', '.join(self.repeated)}"
+        if lost and self.kept is not None:
+            told += (
+                f"; what {len(lost)} rank{'s' * (len(lost) > 1)} had kept is lost (how much is not known, "
+                f"this rank keeps a norm of {self.kept:.3g})"
+            )
+        return told
+
+
+class Recorder:
+    """Collects records; the last ones are kept.
+
+    Parameters
+    ----------
+    name : str
+        What the exchanges belong to.
+    ranks : int
+    most : int
+        Exchanges and steps that are kept.
+
+    Attributes
+    ----------
+    step : int
+        Steps so far.
+    among : tuple of int
+        The ranks that took part in the last exchange of which `gave` was told, as numbered in the first plan.
+
+    Examples
+    --------
+    >>> recorder = Recorder("demo", ranks=2)
+    >>> started = recorder.now()
+    >>> recorder.add("bucket 0", 4096, started, density=1.0, how="trees", bound=50.0)
+    >>> with recorder.waiting():
+    ...     pass
+    >>> recorder.end_step()
+    >>> recorder.step, len(recorder.exchanges()), recorder.steps()[0].step
+    (1, 1, 0)
+    """
+
+    def __init__(self, name: str, *, ranks: int, most: int = 100_000) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.step = 0
+        self.among: tuple[int, ...] = ()
+        self._changes: list[ChangeRecord] = []
+        self._explained = 0
+        self._most = most
+        self._zero = time.perf_counter()
+        self._step_started = 0.0
+        self._waited = 0.0
+        self._exchanges: list[ExchangeRecord] = []
+        self._steps: list[StepRecord] = []
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Seconds since the recorder was made."""
+        return time.perf_counter() - self._zero
+
+    def add(
+        self,
+        key: str,
+        nbytes: int,
+        started: float,
+        *,
+        density: float,
+        how: str,
+        bound: float,
+        step: int | None = None,
+    ) -> None:
+        """An exchange has just ended; of the current step unless told otherwise. Any thread may say so."""
+        record = ExchangeRecord(
+            self.step if step is None else step, key, nbytes, density, how, bound, started, self.now()
+        )
+        with self._lock:
+            self._exchanges.append(record)
+            del self._exchanges[: -self._most]
+
+    def gave(self, key: str, among: tuple[int, ...], *, repeated: bool, step: int | None = None) -> None:
+        """Whose gradients an exchange has averaged (`Handle.among`); said in the order of the exchanges."""
+        if not among:
+            return
+        if self.among and among != self.among:
+            self._changes.append(ChangeRecord(self.step if step is None else step, key, self.among, among))
+        if repeated and self._changes:
+            last = self._changes[-1]
+            self._changes[-1] = replace(last, repeated=(*last.repeated, key))
+        self.among, self.ranks = among, len(among)
+
+    def explain_changes(self, kept: float | None, notes: tuple[str, ...]) -> None:
+        """Say of the changes that were not explained yet what this rank has kept and what was planned."""
+        for place in range(self._explained, len(self._changes)):
+            last = place == len(self._changes) - 1
+            self._changes[place] = replace(self._changes[place], kept=kept, notes=notes if last else ())
+        self._explained = len(self._changes)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The loop stands still inside."""
+        started = self.now()
+        try:
+            yield
+        finally:
+            self._waited += self.now() - started
+
+    def end_step(self) -> None:
+        """The step is over; the next one begins."""
+        now = self.now()
+        with self._lock:
+            self._steps.append(StepRecord(self.step, self._step_started, now, self._waited))
+            del self._steps[: -self._most]
+        self.step += 1
+        self._step_started = now
+        self._waited = 0.0
+
+    def exchanges(self) -> list[ExchangeRecord]:
+        """In the order in which they ended."""
+        with self._lock:
+            return list(self._exchanges)
+
+    def changes(self) -> list[ChangeRecord]:
+        """In order; all of them are kept."""
+        return list(self._changes)
+
+    def steps(self) -> list[StepRecord]:
+        """In order."""
+        with self._lock:
+            return [replace(one) for one in self._steps]
+
 
 LOGGER = logging.getLogger("collectives")
 
@@ -33,7 +265,7 @@ BAR, BORDER, WAIT = "#4c72b0", "#333333", "#c44e52"
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-def watch(recorder: Recorder) -> Recorder:
+def register_recorder(recorder: Recorder) -> Recorder:
     """Let `report` speak of a recorder for as long as it lives."""
     _recorders.add(recorder)
     return recorder
@@ -148,7 +380,7 @@ class Report:
         Parameters
         ----------
         mode : BSP, SSP, ASP, LocalSGD, str or None
-            As `collectives.staleness.modes.mode_of` takes it.
+            As `collectives.training.modes.mode_of` takes it.
         straggler : Straggler, optional
             A rank that is late.
         held : float, optional
@@ -162,8 +394,8 @@ class Report:
         found = mode_of(mode)
         if not self.step_records:
             raise UsageError("no step has ended, so none can be predicted from; train for a step")
-        work = _median([step.ended - step.started - step.waited for step in self.step_records])
-        send = _median([step.waited for step in self.step_records])
+        work = _median_of([step.ended - step.started - step.waited for step in self.step_records])
+        send = _median_of([step.waited for step in self.step_records])
         late = straggler or Straggler(rank=0, factor=1.0, first=0, last=0)
         times = [
             [
@@ -185,7 +417,7 @@ class Report:
         last : int
             Steps.
         """
-        from topoplan.plot.canvas import save_figure
+        from topoplan.operate.plot.canvas import save_figure
 
         figure = _timeline(self, last=last)
         if path is not None:
@@ -222,20 +454,20 @@ def report(recorder: Recorder | None = None) -> Report:
         name=chosen.name,
         ranks=chosen.ranks,
         steps=len(steps),
-        seconds=_median([step.ended - step.started for step in steps]),
-        exchanging=_median([_busy([e for e in exchanges if e.step == step.step]) for step in steps]),
-        waiting=_median([step.waited for step in steps]),
+        seconds=_median_of([step.ended - step.started for step in steps]),
+        exchanging=_median_of([_busy([e for e in exchanges if e.step == step.step]) for step in steps]),
+        waiting=_median_of([step.waited for step in steps]),
         nbytes=sum(one.nbytes for one in exchanges),
-        buckets=tuple(_row(key, records) for key, records in by_key.items()),
+        buckets=tuple(_bucket_row(key, records) for key, records in by_key.items()),
         exchanges=tuple(exchanges),
         step_records=tuple(steps),
         changes=tuple(chosen.changes()),
     )
 
 
-def _row(key: str, records: Sequence[ExchangeRecord]) -> BucketRow:
+def _bucket_row(key: str, records: Sequence[ExchangeRecord]) -> BucketRow:
     last = records[-1]
-    seconds = _median([one.seconds for one in records])
+    seconds = _median_of([one.seconds for one in records])
     return BucketRow(
         key=key,
         nbytes=last.nbytes,
@@ -257,13 +489,13 @@ def _busy(records: Sequence[ExchangeRecord]) -> float:
     return total
 
 
-def _median(values: Sequence[float]) -> float:
+def _median_of(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
 def _timeline(report: Report, *, last: int) -> Figure:
     """The last steps of a report; a row for each bucket, in ms from the first of these steps on."""
-    from topoplan.plot.canvas import new_figure
+    from topoplan.operate.plot.canvas import new_figure
 
     steps = report.step_records[-last:]
     first = steps[0].step if steps else 0

@@ -19,7 +19,7 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.open_backend import check_backend
-from collectives.launching.local_processes import start_ranks
+from collectives.communicator.launch import start_ranks
 from topoplan.errors import UsageError
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -102,7 +102,7 @@ def _opened(backend: str) -> Any:
     """The back end, or its name where that opens it."""
     if backend != MESSAGES:
         return backend
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     return TorchBackend.open(timeout=30)
 

@@ -14,11 +14,11 @@ from typing import Any
 import topoplan
 from collectives import TransferTable, lower
 from collectives.backends.backend import RankArrays
-from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.stepped.program import Message, program_of
-from collectives.backends.torch.program import program
-from collectives.execution.chunk_size import ChunkSizes
-from collectives.lowering.transfer_table import given_block, result_block
+from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.backends.plan_and_chunk_store import ChunkSizes
+from collectives.backends.stepped_program import ProgramMessage, program_of
+from collectives.backends.torch.torch_backend import program
+from collectives.tables.transfer_table import given_block, result_block
 from topoplan.plans.plan import Plan
 
 PACK = 16
@@ -72,8 +72,8 @@ def nccl_crossings(
     plan: Plan, table: TransferTable, itemsize: int, *, by_tree: bool = False
 ) -> list[Crossing]:
     """The messages of the nccl back end, with one lane for all trees or one for each."""
-    sends: dict[int, Message] = {}
-    receives: dict[int, Message] = {}
+    sends: dict[int, ProgramMessage] = {}
+    receives: dict[int, ProgramMessage] = {}
     for one in memory_of(plan, table.count):
         made = program_of(table, one, itemsize, step_bytes=STEP_BYTES, by_tree=by_tree)
         for step in (step for lane in made.lanes for step in lane.steps):
@@ -86,8 +86,8 @@ def nccl_crossings(
 
 def torch_crossings(plan: Plan, table: TransferTable, itemsize: int) -> list[Crossing]:
     """The messages of the torch back end on GPUs, where receives are not posted ahead."""
-    sends: dict[int, Message] = {}
-    receives: dict[int, Message] = {}
+    sends: dict[int, ProgramMessage] = {}
+    receives: dict[int, ProgramMessage] = {}
     for one in memory_of(plan, table.count):
         for turn in program(table, one.rank, one.given, one.block, itemsize, ahead=False).turns:
             sends.update((message.row, message) for message in turn.sends)

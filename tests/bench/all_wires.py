@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from math import exp, log
 
 import topoplan
-from topoplan.compare.allocations import allocation_classes
 from topoplan.errors import TopoplanError
-from topoplan.formats.load import library
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.allocations import allocation_classes
+from topoplan.reading.load import library
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather")
 FORMS = ("auto", "split", "all", "all-staged")

@@ -24,8 +24,8 @@ from tests.support.damaged_machines import (
     read_library,
     renumbered,
 )
-from topoplan.health.costs import TIME_LIMIT, costs_of
-from topoplan.health.diagnosis import Diagnosis, diagnose
+from topoplan.operate.compare.costs import TIME_LIMIT, costs_of
+from topoplan.operate.diagnosis import Diagnosis, diagnose
 
 MACHINES = (
     *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import topoplan
 from tests.bench.fabric_machines import MACHINES
 from tests.bench.fabrics import COLLECTIVES, MORE
-from topoplan.machines import LIBRARY
+from topoplan.machine.library import LIBRARY
 from topoplan.plans.plan import Plan
 
 KEY = 40

@@ -18,7 +18,7 @@ from scipy.special import expit
 
 import topoplan
 from collectives import BSP, GradientSynchronizer, LocalSGD
-from collectives.staleness.modes import Mode
+from collectives.training.modes import Mode
 
 RANKS, SAMPLES, FEATURES, LOCAL = 4, 40_000, 40, 5
 CLOSE, MOST = 2e-3, 1500

@@ -31,11 +31,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from collectives.launching.mpiexec import OPEN_MPI
+from collectives.communicator.launch import OPEN_MPI
 from tests.support.checkout import ROOT
-from topoplan.cli.arguments import OneLineParser, add_json, size_list, whole
-from topoplan.cli.progress import progress_line
-from topoplan.clusters.memory import physical_memory
+from topoplan.cli.arguments import OneLineParser, add_json, size_list, whole_number
+from topoplan.cli.output import progress_line
+from topoplan.machine.topology import physical_memory
 from topoplan.units import format_size
 
 SIZES = "8,4KB,64KB,1MB,16MB,64MB"
@@ -58,7 +58,7 @@ LIMIT = 180.0
 RANK = Path(__file__).with_name("executor_rank.py")
 
 START = (
-    "import sys; from collectives.launching.local_processes import start_ranks; "
+    "import sys; from collectives.communicator.launch import start_ranks; "
     "sys.exit(start_ranks(sys.argv[1], sys.argv[3:], int(sys.argv[2])))"
 )
 
@@ -320,7 +320,7 @@ def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
     parser.add_argument(
         "--busy", type=_numbers, default="0", metavar="N", help="busy neighbours (default: 0)"
     )
-    parser.add_argument("--rounds", type=whole(1, 1000, "number of rounds"), default=6, metavar="N")
+    parser.add_argument("--rounds", type=whole_number(1, 1000, "number of rounds"), default=6, metavar="N")
     parser.add_argument(
         "--only", metavar="NAMES", help="contenders, those whose names begin so: shared,gloo,MPI"
     )
@@ -332,7 +332,7 @@ def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
 
 
 def _numbers(text: str, *, least: int = 0, most: int = 99) -> tuple[int, ...]:
-    return tuple(map(whole(least, most, f"number from {least} to {most}"), text.split(",")))
+    return tuple(map(whole_number(least, most, f"number from {least} to {most}"), text.split(",")))
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import topoplan
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
 
 
 def a100_servers(servers: int) -> Topology:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Gossip
-from topoplan.simulation.gossip import pull_seconds
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.asynchronous_training import pull_seconds
 
 WORKERS, SIZE, RATE, NOISE = 8, 16, 0.05, 0.3
 Floats = NDArray[np.float64]

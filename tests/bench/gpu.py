@@ -17,11 +17,11 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.backend import RankArrays
-from collectives.backends.loopback_gpu.backend import LoopbackGpu, program_of
-from collectives.backends.nccl.library import described, find_library
-from collectives.kernels import Chunks, Kernels, work_of
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu, program_of
+from collectives.backends.nccl.nccl_library import describe_library, find_library
+from collectives.tables.cupy_arrays import load_cupy
+from collectives.tables.kernels.kernel_launch import Chunks, Kernels, work_of
 from tests.gpu_report import last_line
 from tests.jobs.nccl_rank import start
 from tests.support.ports import free_port
@@ -128,7 +128,7 @@ def nccl(cupy: Any) -> None:
     except UsageError as error:
         print(f"  nccl: skipped: {error}")
         return
-    print(f"  nccl: {described(library)}")
+    print(f"  nccl: {describe_library(library)}")
     gpus = cupy.cuda.runtime.getDeviceCount()
     ranks = max(2, min(8, gpus))
     shared = {} if gpus >= ranks else {"ranks_per_gpu": -(-ranks // gpus)}

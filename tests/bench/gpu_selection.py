@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.cupy_arrays import load_cupy
-from collectives.selection.gpu import feed_gpu, topk_gpu
-from collectives.selection.gpu_addend import Addend
-from collectives.selection.gpu_entries import add_entries_gpu
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.selection.gpu_passes import Passes
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.sparse.selection.gpu_topk import Addend, SelectionPasses, feed_gpu, topk_gpu
+from collectives.tables.cupy_arrays import load_cupy
 from tests.bench.gpu import RUNS, copy_bandwidth, gpu_seconds
 from topoplan.errors import UsageError
 
@@ -97,9 +94,9 @@ def measure_feedback(cupy: Any, count: int, k: int, copied: float) -> None:
     print(f"    error feedback: {'; '.join(figures)}; entries added in {added * 1e3:.3f} ms")
 
 
-def roads(cupy: Any, x: Any, k: int, *, clears: bool) -> Passes:
+def roads(cupy: Any, x: Any, k: int, *, clears: bool) -> SelectionPasses:
     """A selection whose road can be chosen."""
-    return Passes(cupy, x, "float32", k, refuses=True, clears=clears)
+    return SelectionPasses(cupy, x, "float32", k, refuses=True, clears=clears)
 
 
 def share(nbytes: int, seconds: float, copied: float) -> str:

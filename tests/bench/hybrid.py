@@ -2,7 +2,7 @@
 
 The bars of figure 26 are broadcasts on the allocations whose NVLinks carry most: 3, 4, 3, 4, 4 and 6 links' worth, at
 about 22 GB/s a link. So NVLinks have 22 GB/s here, not the nominal 25. The time of switching peer access was fitted
-to the same bars (`topoplan.hosts.link_rates.PEER_ACCESS`), so their mean gain is no prediction; what changes with
+to the same bars (`topoplan.machine.hardware.PEER_ACCESS`), so their mean gain is no prediction; what changes with
 the number of GPUs, the sizes and the allreduce are.
 """
 
@@ -14,11 +14,12 @@ from fractions import Fraction
 
 import topoplan
 from tests.support.known_answers import blink_figure
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.packing.channel_plans import channel_split, hybrid_plan
-from topoplan.plans import Fabric, Plan
-from topoplan.simulation.latency import peer_access_seconds
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.model.channel_split import channel_split, hybrid_plan
+from topoplan.model.dataflow import peer_access_seconds
+from topoplan.plans.plan import Plan
+from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.units import exact, format_size
 
 MEASURED_LINK = 22.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import permutations
 
 from tests.support.known_jobs import LOADS, alike, crux_one, crux_two, early_stages, open_shop
-from topoplan.simulation.fluid import Outcome, run_jobs
-from topoplan.simulation.jobs import JobSet
-from topoplan.simulation.policies import POLICIES, Standing, Turn, corrections, in_order, interleaving
+from topoplan.model.fluid_simulation import ActiveJob, PolicyRun, run_jobs
+from topoplan.model.job_policies import POLICIES, CircleArc, corrections, in_order, interleaving
+from topoplan.model.jobs import Workload
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         "37.5 %, 41.7 %",
         _both(one.utilisation, two.utilisation),
     )
-    standing = [Standing(n, job, job.stages[0], True, 1) for n, job in enumerate(crux_one().jobs)]
+    standing = [ActiveJob(n, job, job.stages[0], True, 1) for n, job in enumerate(crux_one().jobs)]
     _line("", "correction of job 2", "1.5", f"{corrections(crux_one(), standing)[1]:g}")
     _line("", "what its order reaches", "41.7 %", f"{_under('crux', crux_one()).utilisation:.1%}")
     idle = [run_jobs(crux_two(), in_order(order)).idle(1) for order in ((0, 1), (1, 0))]
@@ -47,7 +47,7 @@ def main() -> None:
     pair = alike(2, 110.0, 90.0)
     _line("MLTCP", "iterations of two jobs, fair shares", "285 ...", _iterations("fair", pair))
     _line("", "the same under MLTCP", "261 219 203 200", _iterations("mltcp", pair))
-    turns = [Turn(200, 110, 90, 1.0)] * 2
+    turns = [CircleArc(200, 110, 90, 1.0)] * 2
     scores = f"{interleaving(turns, [0, 0]):g}, {interleaving(turns, [0, 100]):g}"
     _line("CASSINI", "score of two jobs together, half a turn apart", "0.55, 1", scores)
     _line(
@@ -58,7 +58,7 @@ def main() -> None:
     )
 
 
-def _under(name: str, jobs: JobSet) -> Outcome:
+def _under(name: str, jobs: Workload) -> PolicyRun:
     return run_jobs(jobs, POLICIES[name])
 
 
@@ -74,7 +74,7 @@ def _part(count: int) -> str:
     return f"{(count - 1) / (2 * count):.1%}"
 
 
-def _iterations(name: str, jobs: JobSet) -> str:
+def _iterations(name: str, jobs: Workload) -> str:
     return " ".join(f"{one:.0f}" for one in _under(name, jobs).runs[0].iterations[:4])
 
 

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.launching.mpiexec import run_mpi
-from collectives.optimisers import Lamb, Lars
-from collectives.optimisers.parallel_trust_ratios import ParallelRates
-from collectives.optimisers.trust_ratio import lars_rate, norm
+from collectives.communicator.launch import run_mpi
+from collectives.training.optimizers import Lamb, Lars
+from collectives.training.trust_ratios import ParallelRates, lars_rate, norm
 from topoplan.errors import UsageError
 
 PROCESSES = (2, 4)

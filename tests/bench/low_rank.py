@@ -12,9 +12,8 @@ import numpy as np
 import topoplan
 from collectives import GradientSynchronizer
 from collectives.examples.small_network import loss_and_gradients, parameters
-from collectives.training.integer_codes import IntegerCodes
+from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.significance import Significance
 
 RANKS, STEPS, BATCH, RATE = 4, 300, 16, 0.2
 HIDDEN, KINDS, SHOWN = 128, 10, 1400

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import topoplan
-import topoplan.packing.planner  # so that planning does not pay for it
+import topoplan.solve.planner  # so that planning does not pay for it
 from tests.bench.fabric_machines import MACHINES
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.machine.fabric import usable_fabric
+from topoplan.solve.cuts_and_partitions import best_bound
 
 LIMIT = 120
 """Seconds after which a process is ended."""

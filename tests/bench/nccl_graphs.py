@@ -6,8 +6,8 @@ import re
 from math import exp, log
 
 import topoplan
-from topoplan.compare import compare_all
-from topoplan.export.nccl.graph import machine_graph_xml
+from topoplan.engines.nccl.graph_file import machine_graph_xml
+from topoplan.operate.compare.comparison import compare_all
 
 
 def main() -> None:

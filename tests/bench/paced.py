@@ -14,10 +14,11 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback.paced import PacedLoopback
-from topoplan.clusters import Server, cluster
-from topoplan.plans import Plan
-from topoplan.topology import Device, Link, Topology
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.plan import Plan
 
 SECONDS = 1.0
 MEGABYTES = (64, 16)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import numpy
 
 import topoplan
-from topoplan.calibration.links import Key
-from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
-from topoplan.calibration.pair_tests import FILLED, PairTest, possible_tests, wire_names
-from topoplan.calibration.slow_links import Measured, Verdict, attribute
+from topoplan.operate.calibration.calibrated_topology import LinkKey
+from topoplan.operate.calibration.pair_rounds import TIMES, Rounds, plan_rounds
+from topoplan.operate.calibration.pair_tests import FILLED, PairTest, possible_tests, wire_names
+from topoplan.operate.calibration.slow_links import MeasuredPair, SlowLinkReport, attribute_slow_pairs
 
 HEALTHY, NOISE = 0.93, 0.03
 """What healthy pairs get of what is stated, and the standard deviation of a measurement."""
@@ -47,23 +47,23 @@ def fat_tree(hosts: int, *, gpus: int = 1, oversubscription: float = 2) -> topop
 
 
 def measured(
-    tests: tuple[PairTest, ...], limits: Mapping[Key, float], random: numpy.random.Generator
-) -> list[Measured]:
+    tests: tuple[PairTest, ...], limits: Mapping[LinkKey, float], random: numpy.random.Generator
+) -> list[MeasuredPair]:
     """Rates of tests over links of which some let through no more than their limit, GB/s."""
     rates = [min([test.rate, *(limits[key] for key in test.links if key in limits)]) for test in tests]
     noise = random.normal(1, NOISE, len(tests))
     return [
-        Measured(test, HEALTHY * rate * float(one))
+        MeasuredPair(test, HEALTHY * rate * float(one))
         for test, rate, one in zip(tests, rates, noise, strict=True)
     ]
 
 
 def fills(
-    rounds: Rounds, slow: Mapping[Key, float], random: numpy.random.Generator
-) -> tuple[list[Measured], set[Key]]:
+    rounds: Rounds, slow: Mapping[LinkKey, float], random: numpy.random.Generator
+) -> tuple[list[MeasuredPair], set[LinkKey]]:
     """Rates of tests where wide links have so many GB/s, which the tests of a round share; and the keys of these."""
     results = measured(tuple(test for tests in rounds.rounds for test in tests), slow, random)
-    keys: set[Key] = set()
+    keys: set[LinkKey] = set()
     for tests in rounds.fill:
         limits = {}
         for (src, dst, channel), rate in slow.items():
@@ -76,7 +76,7 @@ def fills(
     return results, keys
 
 
-def counted(verdict: Verdict, slow: Mapping[Key, float]) -> Counts:
+def counted(verdict: SlowLinkReport, slow: Mapping[LinkKey, float]) -> Counts:
     """What a verdict says of the links that are slow."""
     named = [frozenset(one.links) for one in verdict.named]
     others = [frozenset(one.links) for part in verdict.alternatives for each in part for one in each]
@@ -96,13 +96,13 @@ def counted(verdict: Verdict, slow: Mapping[Key, float]) -> Counts:
 
 
 def trial(
-    tests: tuple[PairTest, ...], number: int, random: numpy.random.Generator, *, among: list[Key]
+    tests: tuple[PairTest, ...], number: int, random: numpy.random.Generator, *, among: list[LinkKey]
 ) -> Counts:
     """So many slow links, each at 20 to 70 % of what a test takes of it."""
     keys = [among[place] for place in random.choice(len(among), number, replace=False)]
     load = {key: max(test.load(key) for test in tests if key in test.links) for key in keys}
     slow = {key: load[key] * float(random.uniform(0.2, 0.7)) for key in keys}
-    return counted(attribute(measured(tests, slow, random)), slow)
+    return counted(attribute_slow_pairs(measured(tests, slow, random)), slow)
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
             key = uplinks[int(random.integers(len(uplinks)))]
             slow = {key: 50 * float(random.uniform(0.3, 0.7))}
             results, keys = fills(rounds if fill else replace(rounds, fill=()), slow, random)
-            total.add(counted(attribute(results), dict.fromkeys(keys or slow, 0.0)))
+            total.add(counted(attribute_slow_pairs(results), dict.fromkeys(keys or slow, 0.0)))
         figures = "  ".join(f"{getattr(total, field.name):>12}" for field in fields(Counts))
         print(
             f"{'with' if fill else 'without':<33}{len(rounds.rounds) + fill * len(rounds.fill):>5}  {1:>4}  {figures}"

@@ -12,11 +12,11 @@ from math import isinf
 import networkx
 
 import topoplan
-from topoplan.columns.problem import Packing
-from topoplan.packing.exact import pack_exact
-from topoplan.packing.mwu import pack_mwu
-from topoplan.plans import Fabric
-from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.minimum_trees import cheapest_arborescence
+from topoplan.solve.packing.exact import pack_exact
+from topoplan.solve.packing.multiplicative_weights import pack_mwu
+from topoplan.solve.packing.packing_program import Packing
 
 RUNS = 9
 

@@ -1,6 +1,6 @@
 """Times that papers and users measured, beside the model's.
 
-Fitted are one-hop trees of 1 KB on a DGX-2 and the allgather of 1 MB between servers (`topoplan.simulation.latency`).
+Fitted are one-hop trees of 1 KB on a DGX-2 and the allgather of 1 MB between servers (`topoplan.model.dataflow`).
 
 Figures 16 and 27 of Blink (MLSys 2020), read off the charts (0.5 GB/s; 8 %); figures of ForestColl for two DGX-A100;
 NCCL issue 1801 for three NVLink domains of GB200, NVLS off. NCCL takes the faster of its double tree and its rings.
@@ -15,9 +15,10 @@ from typing import NamedTuple
 import topoplan
 from tests.bench.three_phases import BARS
 from tests.support.known_answers import blink_figure
-from topoplan.clusters import Server, cluster, nvswitch_cluster
-from topoplan.plans import Plan
-from topoplan.schedules.nccl.tree import nccl_tree
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.plans.plan import Plan
+from topoplan.schedules.binary_trees import nccl_tree
 from topoplan.units import format_size
 
 SIZES = tuple(1 << 10 << step for step in (0, 6, 8, 10, 12, 14, 16, 18, 20))

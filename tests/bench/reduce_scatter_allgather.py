@@ -18,10 +18,10 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 import topoplan
-from topoplan.compare.allocations import allocation_classes
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.allocations import allocation_classes
 from topoplan.plans.loads import link_loads
-from topoplan.topology import Topology
 
 GAIN = 1.1
 """How much faster counts: 10 %."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
-from collectives.selection.error_feedback import ErrorFeedback
+from collectives.sparse.selection.error_feedback import ErrorFeedback
 
 SIZES = (16 << 20, 64 << 20)
 DENSITIES = (0.001, 0.01)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import topoplan
-from topoplan.choice import Choice, choose_by_size
-from topoplan.formats.load import library
-from topoplan.simulation.latency import LAUNCH
-from topoplan.simulation.model import clock
-from topoplan.simulation.time_bound import TimeBound
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.model.closed_form import clock
+from topoplan.model.dataflow import LAUNCH
+from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
+from topoplan.model.times_by_size import TimeBound
+from topoplan.reading.load import library
 from topoplan.units import format_size
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
@@ -29,7 +29,7 @@ class Row:
     """The size at which a machine's choice is furthest from the bound, and what it comes to there."""
 
     name: str
-    choice: Choice
+    choice: ScheduleChoice
     seconds: float
 
     @property

@@ -8,14 +8,14 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.sparse.server_exchange import part_borders
-from collectives.wire import WireFormat
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.servers import Servers
+from collectives.sparse.codec import WireFormat
+from collectives.sparse.exchanges import part_borders
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import shard_bounds
+from topoplan.plans.shards import shard_bounds
 from topoplan.schedules.sparse_plan import sparse_trees
-from topoplan.topology import Topology
 from topoplan.units import entry_share
 
 ELEMENTS = 1_000_000
@@ -56,7 +56,7 @@ def count_bytes() -> None:
         plan = topoplan.three_phase(topology)
         with Communicator(plan) as comm:
             gradients = _gradients(comm.size)
-            home = Servers(Fabric(plan.topology, plan.channels)).of_rank
+            home = FabricServers(Fabric(plan.topology, plan.channels)).of_rank
             comm.all_reduce(gradients)
             dense = crossed(comm, home)
             for density in (0.01, 0.001):

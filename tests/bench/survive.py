@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import topoplan
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan, plan_text
 from topoplan.plans.survival import SurvivalPlans, verify_survival
-from topoplan.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

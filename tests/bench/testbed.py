@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import topoplan
-from collectives.testbed.outcome import Outcome
-from collectives.testbed.run import run_testbed
+from collectives.lab.testbed.run import ShapedRunOutcome, run_testbed
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.units import format_size
 
@@ -79,7 +78,7 @@ def main() -> None:
         _print_outcome(case, outcome)
 
 
-def _print_outcome(case: Case, outcome: Outcome) -> None:
+def _print_outcome(case: Case, outcome: ShapedRunOutcome) -> None:
     reached = sorted(link.measured / link.shaped for link in outcome.links)
     print(
         f"  {case.name}: {len(reached)} links alone reach {reached[0]:.1%} to {reached[-1]:.1%} of their rates"

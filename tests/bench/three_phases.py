@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import topoplan
-from topoplan.clusters import Server, cluster
-from topoplan.plans import Plan
-from topoplan.plans.phases import phases
-from topoplan.topology import Topology
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Topology
+from topoplan.plans.plan import Plan
+from topoplan.plans.structure import phases
 
 GPUS = ((4, 5, 7), (1, 2, 4, 5, 7))
 

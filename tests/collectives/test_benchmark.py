@@ -7,7 +7,7 @@ from typing import Any
 
 import topoplan
 from collectives import Communicator
-from collectives.benchmark import BLOCK, CALLS, REPEATS, measure
+from collectives.lab.benchmark import BLOCK_SECONDS, MAX_CALLS, REPEATS, measure
 
 
 class Slow(Communicator):
@@ -28,16 +28,16 @@ def slow(pause: float) -> Slow:
 
 
 def test_short_calls_run_back_to_back_and_the_time_is_of_one() -> None:
-    with slow(BLOCK / 20) as comm:
+    with slow(BLOCK_SECONDS / 20) as comm:
         row = measure(comm, nbytes=64, dtype="float32")
-        assert 2 * REPEATS < comm.calls < 2 * REPEATS * CALLS
-    assert BLOCK / 20 <= row.seconds < BLOCK
+        assert 2 * REPEATS < comm.calls < 2 * REPEATS * MAX_CALLS
+    assert BLOCK_SECONDS / 20 <= row.seconds < BLOCK_SECONDS
     assert row.wrong == 0
 
 
 def test_a_call_that_fills_a_block_is_one() -> None:
     """One call makes the result, one warms up, one finds how long it takes."""
-    with slow(1.5 * BLOCK) as comm:
+    with slow(1.5 * BLOCK_SECONDS) as comm:
         row = measure(comm, nbytes=64, dtype="float32")
         assert comm.calls == 3 + REPEATS
-    assert row.seconds >= 1.5 * BLOCK
+    assert row.seconds >= 1.5 * BLOCK_SECONDS

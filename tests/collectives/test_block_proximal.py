@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives.examples.block_proximal import Problem, descend, made, main, violations
+from collectives.examples.block_proximal import RegressionProblem, descend, main, make_problem, violations
 
 Floats = NDArray[np.float64]
 
 
-def small() -> Problem:
-    return made(samples=300, features=24, seed=4)
+def small() -> RegressionProblem:
+    return make_problem(samples=300, features=24, seed=4)
 
 
 def shrunk(weights: Floats, by: float) -> Floats:
@@ -20,13 +20,13 @@ def shrunk(weights: Floats, by: float) -> Floats:
     return found
 
 
-def whole_gradient(problem: Problem, weights: Floats) -> Floats:
+def whole_gradient(problem: RegressionProblem, weights: Floats) -> Floats:
     inputs, kinds = np.vstack(problem.inputs), np.concatenate(problem.kinds)
     found: Floats = -(kinds / (1 + np.exp(kinds * (inputs @ weights)))) @ inputs / len(kinds)
     return found
 
 
-def accelerated(problem: Problem) -> Floats:
+def accelerated(problem: RegressionProblem) -> Floats:
     """FISTA with restarts, on all weights at once."""
     inputs = np.vstack(problem.inputs)
     step = 4 * len(inputs) / np.linalg.norm(inputs, 2) ** 2

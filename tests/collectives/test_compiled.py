@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-import collectives.compiled
-from collectives.compiled import compiled_by_one
+import collectives.tables.compiled
+from collectives.tables.compiled import compiled_by_one
 from tests.support.checkout import ROOT
 
 LOOPS = """
-from collectives.compiled import compiled, compiled_by_one
+from collectives.tables.compiled import compiled, compiled_by_one
 
 @compiled
 def twice(number):
@@ -80,7 +80,7 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
 def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives.compiled, "COMPILE_SECONDS", 0.1)
+    monkeypatch.setattr(collectives.tables.compiled, "COMPILE_SECONDS", 0.1)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "stopped_loops.py").write_text(LOOPS)
     twice = importlib.import_module("stopped_loops").twice

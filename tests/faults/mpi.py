@@ -24,8 +24,8 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.mpi.backend import MpiBackend
-from collectives.launching.mpiexec import mpiexec_command
+from collectives.backends.mpi.mpi_backend import MpiBackend
+from collectives.communicator.launch import mpiexec_command
 from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import BackendError
 

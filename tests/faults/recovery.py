@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator
 from collectives.backends.backend import Backend
-from collectives.chaos.rank import START_SECONDS, backend_at
-from collectives.launching.mpiexec import mpiexec_command
+from collectives.communicator.launch import mpiexec_command
+from collectives.lab.chaos_rank import START_SECONDS, backend_at
+from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.peer_watchdog import process_state
-from collectives.peers.survivors import Survivors
 from tests.faults.mpi import GIVES_UP, shared_names
 from tests.faults.tcp import open_sockets
 from tests.support.checkout import ROOT
@@ -128,7 +128,7 @@ def given(rank: int, step: int, elements: int) -> NDArray[np.float32]:
 def opened(what: Round, rank: int, meeting: str) -> Backend[Any]:
     """The back end of a rank."""
     if what.backend.startswith("mpi"):
-        from collectives.backends.mpi.backend import MpiBackend
+        from collectives.backends.mpi.mpi_backend import MpiBackend
 
         hosts = (
             None
@@ -146,16 +146,16 @@ def dies(number: signal.Signals = signal.SIGKILL) -> None:
 
 def doomed(rank: int, what: Round) -> None:
     """Prepare the death of a rank that dies while the others find each other."""
-    say, count = Survivors.gather, 0
+    say, count = MembershipProtocol.gather, 0
 
-    def dying(self: Survivors, text: str, *, timeout: float) -> list[str]:
+    def dying(self: MembershipProtocol, text: str, *, timeout: float) -> list[str]:
         nonlocal count
         if count == what.recovering[rank]:
             dies()
         count += 1
         return say(self, text, timeout=timeout)
 
-    Survivors.gather = dying  # type: ignore[method-assign]
+    MembershipProtocol.gather = dying  # type: ignore[method-assign]
 
 
 def work(rank: int, plan: Plan, meeting: str, what: Round, reports: Connection) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.forking import forking
 from topoplan.errors import BackendError

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
-from collectives.chaos.rank import START_SECONDS, backend_at
-from collectives.training.recorder import ChangeRecord
+from collectives.lab.chaos_rank import START_SECONDS, backend_at
+from collectives.training.report import ChangeRecord
 from tests.faults.recovery import STEP_SECONDS, dies, plan_for
 from tests.support.forking import forking
 from topoplan.plans.plan import Plan

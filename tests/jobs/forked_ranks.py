@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from importlib import import_module
 
-from collectives.backends.shared import run
-from collectives.backends.tcp import loops
+from collectives.backends.shared import compiled_program
+from collectives.backends.tcp import compiled_exchange
 
-run.compile_ahead()
-loops.compile_ahead()
+compiled_program.compile_ahead()
+compiled_exchange.compile_ahead()
 for name in ("pytest", "tests.faults.training"):
     import_module(name)
 with contextlib.suppress(ImportError):

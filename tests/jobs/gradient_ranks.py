@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import GradientSynchronizer
-from collectives.backends.mpi.backend import MpiBackend
+from collectives.backends.mpi.mpi_backend import MpiBackend
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 

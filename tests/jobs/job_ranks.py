@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.job.plan import job_plan
+from collectives.communicator.job_topology import agree_on_job_plan
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 
 
 def plan_for(world: Any, device: int | str | None) -> Plan:
     """The plan of all MPI processes."""
-    return job_plan(world.allgather, rank=world.rank, size=world.size, device=device)
+    return agree_on_job_plan(world.allgather, rank=world.rank, size=world.size, device=device)
 
 
 def processes(world: Any) -> dict[str, Any]:

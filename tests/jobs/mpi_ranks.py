@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.backends.mpi.backend import MpiBackend
+from collectives.backends.mpi.mpi_backend import MpiBackend
 from tests.jobs.torch_ranks import Case, cases, collective_of, digest, inputs
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken

@@ -27,11 +27,11 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.nccl.backend import NcclBackend
+from collectives.backends.nccl.nccl_backend import NcclBackend
 from tests.gpu_report import LIMIT, print_stacks_before_the_limit
 from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
-from topoplan.in_network import fully_used
+from topoplan.machine.variants import with_all_capabilities
 
 COUNTS = tuple(int(count) for count in os.environ.get("COUNTS", "0 7 1000003").split())
 SIZES = tuple(1 << shift for shift in range(10, 31, 2))
@@ -122,7 +122,7 @@ def main() -> None:
 
 def machine(name: str) -> topoplan.Topology:
     """Return a machine of the library or, for "probed", this one; its switches reduce and multicast if they can."""
-    return fully_used(topoplan.probe() if name == "probed" else topoplan.load(name))
+    return with_all_capabilities(topoplan.probe() if name == "probed" else topoplan.load(name))
 
 
 def say(text: str) -> None:
@@ -214,7 +214,7 @@ def _compare(cupy: Any, comm: Communicator, rank: int, rival: Callable[[Any], An
 @contextmanager
 def _rival(cupy: Any, comm: Communicator, rank: int) -> Iterator[Callable[[Any], Any]]:
     """NCCL's own allreduce of an array among the same ranks, ended when it returns."""
-    from collectives.backends.nccl.library import ID_BYTES, find_library
+    from collectives.backends.nccl.nccl_library import ID_BYTES, find_library
 
     library = find_library(cupy)
     said = np.zeros(ID_BYTES, dtype=np.uint8)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Communicator, optimisers
+from collectives import Communicator
 from collectives.torch.optimizers import Lamb, Lars
+from collectives.training import optimizers
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 
@@ -99,7 +100,7 @@ def restored(comm: Communicator) -> dict[str, bool]:
 def plain(comm: Communicator) -> dict[str, bool]:
     """Whether the plain-loop optimisers, numpy arrays over this back end, do as one alone."""
     found = {}
-    for kind in (optimisers.Lars, optimisers.Lamb):
+    for kind in (optimizers.Lars, optimizers.Lamb):
         ends = []
         for communicator in (None, comm):
             generator = np.random.default_rng(1)

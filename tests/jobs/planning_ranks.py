@@ -13,8 +13,8 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.open_backend import Settings, open_backend
-from collectives.peers.plan_by_one import plan_by_one
+from collectives.backends.open_backend import BackendSettings, open_backend
+from collectives.peers.agreement import plan_on_one_rank
 from topoplan.errors import BackendError, InfeasibleError
 from topoplan.plans.plan import Plan
 
@@ -32,11 +32,11 @@ def main() -> None:
     if name == "torch":
         import torch  # its tensors
 
-        from collectives.backends.torch.backend import TorchBackend
+        from collectives.backends.torch.torch_backend import TorchBackend
 
         backend, make = TorchBackend.open(timeout=TIMEOUT), torch.from_numpy  # by its messages
     else:
-        backend, make = open_backend(name, PLAN, Settings(TIMEOUT)), np.asarray
+        backend, make = open_backend(name, PLAN, BackendSettings(TIMEOUT)), np.asarray
     (rank,) = backend.ranks
     calls: list[int] = []
 
@@ -50,10 +50,10 @@ def main() -> None:
 
     told: dict[str, Any] = {}
     started = time.monotonic()
-    made = plan_by_one(backend.gather_texts, slowly, rank=rank)
+    made = plan_on_one_rank(backend.gather_texts, slowly, rank=rank)
     told["digest"], told["calls"], told["seconds"] = made.digest, len(calls), time.monotonic() - started
     try:
-        plan_by_one(backend.gather_texts, never, rank=rank)
+        plan_on_one_rank(backend.gather_texts, never, rank=rank)
     except InfeasibleError as error:
         told["error"] = str(error)
     with Communicator(PLAN, backend) as comm:

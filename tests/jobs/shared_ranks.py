@@ -12,8 +12,8 @@ import numpy as np
 
 import topoplan
 from collectives import ASP, BSP, SSP, Communicator, Gossip, GradientSynchronizer, LocalSGD
-from collectives.backends.shared.backend import SharedBackend
-from collectives.staleness.modes import Straggler
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.training.modes import Straggler
 from tests.support.file_gather import FileGather
 from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import BackendError
@@ -136,7 +136,7 @@ def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:
     if what == "torch_tensors":
         import torch
 
-        from collectives.arrays.torch_arrays import TorchArrays
+        from collectives.tables.torch_arrays import TorchArrays
 
         arrays = TorchArrays([torch.device("cpu")])
     GATHER.append(FileGather(folder, rank, size))

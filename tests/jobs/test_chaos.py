@@ -23,8 +23,8 @@ PATIENT = ("--timeout", "4")
 
 WRONG = """
 import sys, topoplan
-from collectives.chaos import rank, run
-from collectives.chaos.run import Settings, chaos
+from collectives.lab import chaos_rank, chaos_run
+from collectives.lab.chaos_run import ChaosSettings, run_chaos_jobs
 
 {patch}
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from collectives import GradientSynchronizer
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.launching.mpiexec import mpiexec_command
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.communicator.launch import mpiexec_command
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.checkout import ROOT
 from tests.support.forking import forking

@@ -20,10 +20,10 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.chaos.rank import backend_at
-from collectives.peers.over_shared_memory import SharedWorld
-from collectives.peers.survivors import Survivors
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.lab.chaos_rank import backend_at
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.shared_memory_control_plane import SharedMemoryControlPlane
 from tests.faults.recovery import STEP_SECONDS, plan_for
 from tests.support.forking import forking
 from tests.support.tcp_jobs import backends_in_threads
@@ -179,7 +179,7 @@ def test_bad_invitations_and_closed_doors_say_so() -> None:
     for text in ("", "{}", '["topoplan.invitation/1", []]', '["other", [[0, "127.0.0.1", 9, "x"]]]'):
         with pytest.raises(UsageError, match="this is no invitation"):
             Communicator.join(text)
-    with contextlib.closing(Survivors("127.0.0.1")) as alone:
+    with contextlib.closing(MembershipProtocol("127.0.0.1")) as alone:
         alone.know(0, [alone.card])
         with pytest.raises(BackendError, match=r"nobody has let this process in for 0\.2 s"):
             Communicator.join(alone.invitation, wait=0.2)
@@ -273,9 +273,9 @@ def test_links_go_on_over_the_wires_of_the_ranks_that_are_left(tmp_path: Path) -
 def dies_before_its_word_is_read(rank: int, meeting: str, told: Connection) -> None:
     """Rank 0 says what lies in memory of its own, and is gone before the others open that."""
     comm = Communicator(plan_for(3), backend_at("shared", rank, 3, meeting=meeting, timeout=STEP_SECONDS))
-    reach = SharedWorld._reach
+    reach = SharedMemoryControlPlane._reach
 
-    def reached(self: SharedWorld, *given: Any) -> Any:
+    def reached(self: SharedMemoryControlPlane, *given: Any) -> Any:
         found = reach(self, *given)
         if b'{"text": ' in given[0] and b'"read"' not in given[0]:
             if rank == 0:
@@ -283,11 +283,11 @@ def dies_before_its_word_is_read(rank: int, meeting: str, told: Connection) -> N
             time.sleep(0.3)
         return found
 
-    SharedWorld._reach = reached  # type: ignore[method-assign]
+    SharedMemoryControlPlane._reach = reached  # type: ignore[method-assign]
     try:
         comm.gather_texts("long " * 20_000)
     except BackendError as error:
-        SharedWorld._reach = reach  # type: ignore[method-assign]
+        SharedMemoryControlPlane._reach = reach  # type: ignore[method-assign]
         comm.shrink()
         told.send((error.peer, comm.size, comm.all_reduce(np.ones(3)).tolist()))
     comm.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from collectives.launching.mpiexec import mpiexec_command
+from collectives.communicator.launch import mpiexec_command
 from tests.support.checkout import ROOT
 from tests.support.fake_machine.fixtures import Installer
 from tests.support.fake_machine.machines import MACHINES

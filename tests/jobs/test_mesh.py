@@ -11,7 +11,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.launching.local_processes import start_ranks
+from collectives.communicator.launch import start_ranks
 from tests.support.checkout import ROOT
 from topoplan.errors import UsageError
 

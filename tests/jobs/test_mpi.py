@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from collectives.launching.mpiexec import mpiexec_command, run_mpi
+from collectives.communicator.launch import mpiexec_command, run_mpi
 from tests.faults.mpi import Round, one_round
 from tests.jobs.mpi_ranks import chosen
 from tests.jobs.torch_ranks import expected

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import Communicator, optimisers
+from collectives import Communicator
+from collectives.training import optimizers
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -23,7 +24,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 RANKS = 2
 STARTER = """
 import sys
-from collectives.launching.local_processes import start_ranks
+from collectives.communicator.launch import start_ranks
 sys.exit(start_ranks("torch", [sys.executable, *sys.argv[1:]], 2))
 """
 
@@ -99,11 +100,11 @@ def test_a_rank_whose_layers_change_later_ends_all_of_them_before_parameters_mov
 SHAPES = ((8, 3, 3, 3), (8,), (), (0, 4), (50, 7))
 PAIRS: dict[str, Any] = {
     "lars": (
-        lambda: optimisers.Lars(0.5, coefficient=0.01, weight_decay=[1e-3] * 4 + [0.0], excluded=[1]),
+        lambda: optimizers.Lars(0.5, coefficient=0.01, weight_decay=[1e-3] * 4 + [0.0], excluded=[1]),
         {"lr": 0.5, "coefficient": 0.01, "weight_decay": 1e-3},
     ),
     "lamb": (
-        lambda: optimisers.Lamb(0.01, weight_decay=[0.02] * 4 + [0.0], excluded=[1]),
+        lambda: optimizers.Lamb(0.01, weight_decay=[0.02] * 4 + [0.0], excluded=[1]),
         {"lr": 0.01, "weight_decay": 0.02},
     ),
 }

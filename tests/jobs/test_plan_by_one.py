@@ -18,14 +18,20 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.commands.bench import rival_ring
-from collectives.peers.error_rounds import say_when_done, still_wanted
-from collectives.peers.plan_by_one import LONG, packed, plan_by_one, unpacked
+from collectives.lab.bench_command import rival_ring
+from collectives.peers.agreement import (
+    COMPRESSED_FROM,
+    check_still_wanted,
+    compressed_plan,
+    decompressed_plan,
+    gather_when_done,
+    plan_on_one_rank,
+)
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads, in_threads
-from topoplan.choice.alike import plan_alike
 from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, TopoplanError
+from topoplan.model.schedule_selection import plan_like
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 SCRIPT = Path(__file__).with_name("planning_ranks.py")
@@ -41,7 +47,7 @@ def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path:
     if module is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     code = (
-        "import sys; from collectives.launching.local_processes import start_ranks; "
+        "import sys; from collectives.communicator.launch import start_ranks; "
         f"sys.exit(start_ranks({backend!r}, [sys.executable, {str(SCRIPT)!r}, {backend!r}, {str(tmp_path)!r}], 3))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -79,7 +85,7 @@ def test_other_collectives_are_planned_as_the_plan_was(name: str) -> None:
     read = Plan.from_json(given.to_json())
     assert read == given
     for collective in ("broadcast", "allgather"):
-        made = plan_alike(read, collective)
+        made = plan_like(read, collective)
         assert isinstance(made, Plan)
         assert (made.method, made.channels, made.order) == (given.method, given.channels, given.order)
         topoplan.verify(made)
@@ -92,7 +98,7 @@ def test_few_trees_first_is_told_by_the_file_and_nothing_else_changes() -> None:
     low, few = (topoplan.plan(DGX, "broadcast", order=order) for order in ("height", "trees"))
     assert '"order"' not in low.to_json()
     assert '"order": "trees"' in few.to_json()
-    assert plan_alike(few, "broadcast").trees == few.trees < low.trees
+    assert plan_like(few, "broadcast").trees == few.trees < low.trees
     spoiled = few.to_json().replace('"order": "trees"', '"order": "best"')
     with pytest.raises(PlanError, match="order must be height or trees, not 'best'"):
         Plan.from_json(spoiled)
@@ -100,7 +106,7 @@ def test_few_trees_first_is_told_by_the_file_and_nothing_else_changes() -> None:
 
 def test_a_collective_that_a_schedule_does_not_have_gets_optimal_trees() -> None:
     tree = topoplan.double_binary_tree(topoplan.load("v100x4"))
-    assert [plan_alike(tree, one).method for one in ("broadcast", "allgather")] == [
+    assert [plan_like(tree, one).method for one in ("broadcast", "allgather")] == [
         "double binary tree",
         "exact",
     ]
@@ -147,7 +153,7 @@ def test_a_planner_that_is_gone_is_named() -> None:
             time.sleep(30)
             raise AssertionError("too late")
 
-        return plan_by_one(backend.gather_texts, leave, rank=rank)  # type: ignore[return-value]
+        return plan_on_one_rank(backend.gather_texts, leave, rank=rank)  # type: ignore[return-value]
 
     found = backends_in_threads(3, body, timeout=2)
     assert all(isinstance(error, BackendError) for error in found)
@@ -202,14 +208,14 @@ def test_an_interrupted_planner_tells_the_others() -> None:
 
     def other() -> None:
         try:
-            say_when_done(lambda text: gather(1, text), lambda: "")
+            gather_when_done(lambda text: gather(1, text), lambda: "")
         except TopoplanError as error:
             found.append(error)
 
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        say_when_done(lambda text: gather(0, text), interrupted)
+        gather_when_done(lambda text: gather(0, text), interrupted)
     thread.join(20)
     assert "rank 0: KeyboardInterrupt" in str(found[0])
 
@@ -222,7 +228,7 @@ def test_a_planner_does_not_go_on_for_nobody() -> None:
         try:
             while True:
                 reports.append(threading.current_thread())
-                still_wanted("round 7")
+                check_still_wanted("round 7")
                 time.sleep(0.01)
         finally:
             ended.set()
@@ -231,15 +237,15 @@ def test_a_planner_does_not_go_on_for_nobody() -> None:
         raise BackendError("the peer died", rank=0, peer=1)
 
     with pytest.raises(BackendError, match="the peer died"):
-        say_when_done(gather, planner)
+        gather_when_done(gather, planner)
     assert ended.wait(20)
     reports[0].join(20)
     assert not reports[0].is_alive()
-    still_wanted("no such thread")
+    check_still_wanted("no such thread")
 
 
 def test_long_plans_travel_compressed() -> None:
     text = topoplan.plan(PAIR, "allgather").to_json() * 3
-    assert len(text) > LONG
-    assert len(packed(text)) < len(text) / 3
-    assert unpacked(packed(text)) == text
+    assert len(text) > COMPRESSED_FROM
+    assert len(compressed_plan(text)) < len(text) / 3
+    assert decompressed_plan(compressed_plan(text)) == text

@@ -18,15 +18,15 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.chaos.rank import backend_at
+from collectives.backends.execution import Execution
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator import communicator
-from collectives.execution.execution import Execution
-from collectives.launching.mpiexec import find_launcher, mpiexec_command
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.communicator.launch import find_launcher, mpiexec_command
+from collectives.lab.chaos_rank import backend_at
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.rendezvous_client import Control
-from collectives.peers.rendezvous_state import Hub, Message
+from collectives.peers.rendezvous_client import RendezvousClient
+from collectives.peers.rendezvous_state import Message, RendezvousState
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.faults.recovery import (
     DEATH,
     FEW,
@@ -370,17 +370,17 @@ def test_a_rank_whose_neighbour_gives_up_goes_on_with_the_wait_that_it_began(
 ) -> None:
     """As where the process that serves the rendezvous is stopped, and one rank notices it before another."""
     waits: list[int] = []
-    wait = TcpWorld.wait
+    wait = TcpControlPlane.wait
 
-    def counted(world: TcpWorld, *given: Any, **options: Any) -> None:
+    def counted(world: TcpControlPlane, *given: Any, **options: Any) -> None:
         waits.append(world.rank)
         wait(world, *given, **options)
 
     def stop() -> None:
-        monkeypatch.setattr(Hub, "receive", lambda *said: [])
-        monkeypatch.setattr(Hub, "lost", lambda *said: [])
-        monkeypatch.setattr(Control, "host_stands_still", lambda control: True)
-        monkeypatch.setattr(TcpWorld, "wait", counted)
+        monkeypatch.setattr(RendezvousState, "receive", lambda *said: [])
+        monkeypatch.setattr(RendezvousState, "lost", lambda *said: [])
+        monkeypatch.setattr(RendezvousClient, "host_stands_still", lambda control: True)
+        monkeypatch.setattr(TcpControlPlane, "wait", counted)
 
     all_are_there = threading.Barrier(3, action=stop)
 

@@ -12,13 +12,12 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp import backend as tcp
-from collectives.backends.tcp import network
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.sockets import tune
-from collectives.backends.tcp.wires import Queue, link_rates
-from collectives.communicator.watching import EVERY
-from collectives.communicator.what_is_slow import SlowLink, SlowRank
+from collectives.backends.tcp import connections
+from collectives.backends.tcp import tcp_backend as tcp
+from collectives.backends.tcp.connections import tune
+from collectives.backends.tcp.link_addresses import Queue, link_rates
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.communicator.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import UsageError
@@ -48,8 +47,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
 
         return {link: rate(*link[:2]) for link in link_rates(plan)}
 
-    monkeypatch.setattr(tcp, "lane_rates", rates)
-    monkeypatch.setattr(network, "connect", connect_with_short_packets)
+    monkeypatch.setattr(tcp, "connection_rates", rates)
+    monkeypatch.setattr(connections, "connect", connect_with_short_packets)
     return parts
 
 
@@ -97,10 +96,10 @@ def test_traffic_leaves_a_link_that_becomes_slow(left: dict[tuple[int, int], flo
 
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="replan", on_failure=on_failure, chunk_bytes=CHUNK) as comm:
-            added(comm, rank, EVERY)
+            added(comm, rank, JUDGEMENT_CALLS)
             assert comm.notes == ()
             falls(backend, left, 0.2, SLOW)
-            added(comm, rank, 3 * EVERY + 1)
+            added(comm, rank, 3 * JUDGEMENT_CALLS + 1)
             return comm.notes, comm.slow, comm.plan.digest, comm.plan.plans[-1].rate
 
     notes, slow, _, rate = told_by(body)
@@ -119,12 +118,12 @@ def test_a_link_that_is_fast_again_is_used_again(left: dict[tuple[int, int], flo
         with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:
             added(comm, rank, 1)
             falls(backend, left, 0.1, SLOW)
-            added(comm, rank, 3 * EVERY)
+            added(comm, rank, 3 * JUDGEMENT_CALLS)
             assert comm.plan.plans[-1].rate < PLAN.rate
             falls(backend, left, 1.0, SLOW)
             for _ in range(20):
                 if comm.slow:
-                    added(comm, rank, EVERY)
+                    added(comm, rank, JUDGEMENT_CALLS)
             return comm.notes, comm.slow, comm.plan.digest
 
     notes, slow, digest = told_by(body)
@@ -139,9 +138,9 @@ def test_the_ranks_that_are_left_are_planned_for_with_the_slow_links(
 ) -> None:
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:
-            added(comm, rank, EVERY)
+            added(comm, rank, JUDGEMENT_CALLS)
             falls(backend, left, 0.1, SLOW)
-            added(comm, rank, 3 * EVERY + 1)
+            added(comm, rank, 3 * JUDGEMENT_CALLS + 1)
             if rank == 2:
                 return None
             comm.shrink(without=[2])
@@ -164,9 +163,9 @@ def test_the_ranks_that_are_left_are_planned_for_with_the_slow_links(
 def test_nothing_is_planned_anew_where_all_links_are_slow(left: dict[tuple[int, int], float]) -> None:
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="replan", chunk_bytes=CHUNK) as comm:
-            added(comm, rank, EVERY)
+            added(comm, rank, JUDGEMENT_CALLS)
             falls(backend, left, 0.2, (-1, -1))
-            added(comm, rank, 3 * EVERY)
+            added(comm, rank, 3 * JUDGEMENT_CALLS)
             return comm.notes, comm.slow, comm.plan.digest
 
     assert told_by(body) == ((), (), PLAN.digest)
@@ -180,9 +179,9 @@ def test_reports_change_no_plan_and_small_collectives_are_not_looked_at(
         with Communicator(PLAN, backend, on_slow="report", chunk_bytes=CHUNK) as comm:
             added(comm, rank, 1, COUNT // 2)
             falls(backend, left, 0.2, SLOW)
-            added(comm, rank, 3 * EVERY, COUNT // 2)
+            added(comm, rank, 3 * JUDGEMENT_CALLS, COUNT // 2)
             assert comm.notes == ()
-            added(comm, rank, 3 * EVERY + 1)
+            added(comm, rank, 3 * JUDGEMENT_CALLS + 1)
             return [one.wire for one in comm.slow if isinstance(one, SlowLink)], comm.notes, comm.plan.digest
 
     wires, notes, digest = told_by(body)
@@ -197,7 +196,7 @@ def test_all_ranks_name_the_one_that_they_wait_for(backend: str) -> None:
     """Whose links are not to blame."""
 
     def body(comm: Communicator, rank: int) -> object:
-        for _ in range(3 * EVERY + 1):
+        for _ in range(3 * JUDGEMENT_CALLS + 1):
             time.sleep(0.2 * (rank == 2))
             comm.all_reduce(np.ones(1 << 18, np.float32))
         return [(one.rank, one.gpu) for one in comm.slow if isinstance(one, SlowRank)], comm.notes

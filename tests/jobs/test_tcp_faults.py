@@ -12,13 +12,13 @@ import pytest
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.peers.signature import Signature
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.peers.control_plane import Signature
 from tests.faults.tcp import FEW, RANKS, Round, faults_of, one_round
 from tests.support.hand_plans import chain, forest_plan, plan_of, stage
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.tree import Shard
+from topoplan.plans.shards import Shard
 
 
 @pytest.mark.thorough

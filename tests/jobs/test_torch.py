@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from collectives import Communicator
-from collectives.launching.local_processes import start_ranks
+from collectives.communicator.launch import start_ranks
 from tests.jobs.torch_ranks import cases, expected
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import install
@@ -205,14 +205,14 @@ def on_cuda(*shape: int, device: str = "cuda:1") -> Any:
 def test_a_tensor_on_a_gpu_that_cannot_be_sent_is_one_line_that_says_what_to_do(
     device: str, make: Callable[[], Any], message: str
 ) -> None:
-    from collectives.arrays.torch_arrays import TorchArrays
+    from collectives.tables.torch_arrays import TorchArrays
 
     found = TorchArrays([torch.device(device)])._fault(make())
     assert re.search(message, found), found
 
 
 def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None:
-    from collectives.backends.torch.backend import device_of
+    from collectives.backends.torch.torch_backend import device_of
 
     with pytest.raises(
         UsageError, match=r"^the process group is for GPUs and torch finds none .*make the group with gloo$"
@@ -236,9 +236,9 @@ def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None
 def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, runtime: int | None, message: str
 ) -> None:
-    from collectives.arrays.torch_arrays import TorchArrays
-    from collectives.sparse.host_entry_arrays import HostEntryArrays
+    from collectives.sparse.entry_arrays import HostEntryArrays
     from collectives.sparse.torch_entry_arrays import torch_entry_arrays
+    from collectives.tables.torch_arrays import TorchArrays
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if runtime is None:
@@ -254,7 +254,7 @@ def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_say
 def test_cupy_works_in_torchs_own_stream_by_whichever_name_both_have_for_it() -> None:
     """With the genuine CuPy, which makes such streams without a GPU."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    from collectives.arrays.torch_on_cupy import stream_on_cupy
+    from collectives.tables.torch_arrays import stream_on_cupy
     from tests.support import fake_torch_cuda
 
     class Silent(fake_torch_cuda.Stream):
@@ -317,7 +317,7 @@ def test_messages_of_plans_have_an_nccl_group_of_their_own_with_twice_the_time(
 
 @pytest.mark.parametrize("name", ["abort", "_abort", "_shutdown", "shutdown"])
 def test_nccl_is_ended_by_the_name_that_a_release_of_torch_has_for_it(name: str) -> None:
-    from collectives.backends.torch.wires import abort
+    from collectives.backends.torch.group_messages import abort
 
     ended: list[str] = []
     nccl = type("Nccl", (), {name: lambda self: ended.append(name)})()
@@ -329,7 +329,7 @@ def test_nccl_is_ended_by_the_name_that_a_release_of_torch_has_for_it(name: str)
 def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from collectives.backends.torch import open_group
+    from collectives.backends.torch import process_groups
 
     made = {}
     for name, value in zip(VARIABLES, ("1", "2", "127.0.0.1", "1"), strict=True):
@@ -339,20 +339,20 @@ def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_proce
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(open_group, "rendezvous", lambda *place, **limit: iter([(store, 1, 2)]))
+    monkeypatch.setattr(process_groups, "rendezvous", lambda *place, **limit: iter([(store, 1, 2)]))
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
         lambda backend, *, timeout, **place: made.update({backend: timeout.total_seconds()}),
     )
-    open_group.make_group(timeout=7.0)
+    process_groups.make_group(timeout=7.0)
     assert made == {"nccl": 14.0}
 
 
 def test_nccl_is_brought_together_by_one_allreduce_of_all_ranks_before_some_exchange_messages() -> None:
     from datetime import timedelta
 
-    from collectives.backends.torch.wires import LostPeer, NcclWires
+    from collectives.backends.torch.group_messages import LostPeer, NcclMessages
     from tests.support.fake_torch_cuda import Batches
 
     class Alone(Batches):
@@ -369,7 +369,7 @@ def test_nccl_is_brought_together_by_one_allreduce_of_all_ranks_before_some_exch
 
     ended, done = True, Done()
     group: Any = Alone(None)
-    wires = NcclWires(group, torch.device("cpu"), timeout=0.01)
+    wires = NcclMessages(group, torch.device("cpu"), timeout=0.01)
     wires.meet()
     assert [call for call, _ in group.calls] == ["allreduce of 1"]
     ended = False
@@ -427,7 +427,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", REFUSED)
 def test_tensors_that_cannot_be_sent_as_they_lie_are_refused(name: str) -> None:
-    from collectives.arrays.torch_arrays import TorchArrays
+    from collectives.tables.torch_arrays import TorchArrays
     from tests.jobs.torch_ranks import refused_tensor
 
     library = TorchArrays([torch.device("cpu")])

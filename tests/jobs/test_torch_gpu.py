@@ -29,7 +29,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from collectives.arrays.torch_on_cupy import check_cupy  # noqa: E402
+from collectives.tables.torch_arrays import check_cupy  # noqa: E402
 
 SECONDS = 0.3
 """That a stream sleeps before it writes what a collective is to read."""
@@ -141,7 +141,7 @@ def check_hook(device: str, options: dict[str, Any], *, dtype: Any = None, limit
 
 def check_sparse_hook(device: str, options: dict[str, Any], *, dtype: Any = None) -> None:
     """With one hundredth of the gradient nothing is lost, and on a GPU no gradient comes to the host."""
-    from collectives.arrays.torch_arrays import TorchArrays
+    from collectives.tables.torch_arrays import TorchArrays
     from collectives.torch import HookState
 
     def refused(*_: object) -> Any:

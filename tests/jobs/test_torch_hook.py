@@ -162,16 +162,16 @@ def test_on_a_gpu_the_residual_of_bfloat16_is_float32(on_gpus: Told) -> None:
 
 
 def test_gradients_of_zeros_are_found_alike_with_one_transfer_and_by_looking() -> None:
-    from collectives.torch.bucket_exchange import _idle, _idle_at_once
+    from collectives.torch.bucket_exchange import _unused_parameters, _unused_parameters_gpu
     from collectives.torch.parameter_residuals import BucketLayout
 
     layout = BucketLayout((4, 3, 2, 1, 0), (100, 0, 3, 200, 5))
     for dtype in (torch.float64, torch.bfloat16):
         buffer = torch.zeros(layout.size, dtype=dtype)
         for place, value in ((299, 1e-40), (102, float("nan")), (304, -float("inf"))):
-            assert _idle_at_once(layout, buffer) == _idle(layout, buffer)
+            assert _unused_parameters_gpu(layout, buffer) == _unused_parameters(layout, buffer)
             buffer[place] = value
-        assert _idle_at_once(layout, buffer) == _idle(layout, buffer) == [4, 3]
+        assert _unused_parameters_gpu(layout, buffer) == _unused_parameters(layout, buffer) == [4, 3]
 
 
 def test_where_nccl_serves_the_group_the_hook_exchanges_over_one_of_its_own_and_destroys_it(

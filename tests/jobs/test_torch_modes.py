@@ -15,7 +15,7 @@ import pytest
 
 from collectives import Communicator, LocalSGD
 from collectives.training.averaging import LocalAverager
-from collectives.training.recorder import Recorder
+from collectives.training.report import Recorder
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from tests.support.torch_jobs import Told, told_by_all

@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from collectives import Communicator  # noqa: E402
-from collectives.arrays.torch_arrays import TorchArrays  # noqa: E402
-from collectives.backends.nccl.backend import NcclBackend  # noqa: E402
-from collectives.backends.torch import members, open_group  # noqa: E402
+from collectives.backends.nccl.nccl_backend import NcclBackend  # noqa: E402
+from collectives.backends.torch import backend_selection, process_groups  # noqa: E402
+from collectives.tables.torch_arrays import TorchArrays  # noqa: E402
 from tests.support.fake_streams import Machine  # noqa: E402
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by  # noqa: E402
 from tests.support.gpu_ranks import cupy, floats, machine, outcome  # noqa: E402
@@ -54,9 +54,9 @@ def gpus(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     on_gpu_0(monkeypatch)
     seen_by(cupy, monkeypatch)
     monkeypatch.setattr(
-        members, "NcclBackend", partial(NcclBackend, region_bytes=8 << 20, bindings="nccl4py")
+        backend_selection, "NcclBackend", partial(NcclBackend, region_bytes=8 << 20, bindings="nccl4py")
     )
-    monkeypatch.setattr(members, "TorchArrays", lambda devices: TorchArrays([torch.device("cpu")]))
+    monkeypatch.setattr(backend_selection, "TorchArrays", lambda devices: TorchArrays([torch.device("cpu")]))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     return cupy
 
@@ -71,9 +71,9 @@ def on_every_rank(
     def be(rank: int) -> None:
         try:
             with cupy.cuda.Device(rank):
-                job = members.Members(together.gather(rank), rank, RANKS, 20.0)
+                job = backend_selection.GroupMembers(together.gather(rank), rank, RANKS, 20.0)
                 devices = [torch.device("cuda", rank)]
-                made, about = members.by_windows(job, devices, None, engine=engine, exact=True)
+                made, about = backend_selection.window_backend(job, devices, None, engine=engine, exact=True)
                 if made is None:
                     results[rank] = about
                     return
@@ -165,13 +165,13 @@ def test_ranks_of_two_jobs_that_met_in_one_store_are_refused(monkeypatch: pytest
     def gather(text: str) -> list[str]:
         return [text, text.replace("nightly", "weekly")]
 
-    members.check_one_job(lambda text: [text, text], 2)
+    backend_selection.check_one_job(lambda text: [text, text], 2)
     monkeypatch.setenv("TOPOPLAN_JOB", "nightly")
     with pytest.raises(
         UsageError,
         match=r"rank 0 belongs to job 'nightly' .*and rank 1 to job 'weekly' .*another MASTER_PORT",
     ):
-        members.check_one_job(gather, 2)
+        backend_selection.check_one_job(gather, 2)
 
 
 def test_engines_are_agreed_on_before_anything_is_made() -> None:
@@ -179,7 +179,7 @@ def test_engines_are_agreed_on_before_anything_is_made() -> None:
         def gather(text: str) -> list[str]:
             return [text, text.replace(f"'{engine}'", f"'{theirs}'")]
 
-        return members.agreed_engine(gather, engine, True, served)
+        return backend_selection.agreed_engine(gather, engine, True, served)
 
     assert agreed("auto", "auto", ("cpu", "cuda")) == {"cpu", "cuda"}
     with pytest.raises(
@@ -220,5 +220,5 @@ def test_a_process_that_sees_fewer_gpus_than_the_host_has_takes_one_of_those(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", nobody)
     with pytest.raises(BackendError, match="did not find each other"):
-        open_group.make_group(timeout=1.0)
+        process_groups.make_group(timeout=1.0)
     assert chosen == [device]

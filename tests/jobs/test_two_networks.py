@@ -7,13 +7,16 @@ import sys
 
 import pytest
 
-from collectives.launching.mpiexec import mpiexec_command
-from collectives.testbed.sandbox import PRIVATE_RUN, UNSHARE, refusal
+from collectives.communicator.launch import mpiexec_command
+from collectives.lab.testbed.sandbox import PRIVATE_RUN, UNSHARE, sandbox_refusal
 from tests.faults.recovery import NETWORKS
 from tests.support.checkout import ROOT
 from topoplan.errors import UsageError
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(refusal()), reason=refusal() or "it can be built")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(sandbox_refusal()), reason=sandbox_refusal() or "it can be built"),
+]
 
 LIMIT = 500
 """Seconds after which something hangs."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.arrays.torch_arrays import TorchArrays
-from collectives.backends.torch.backend import TorchBackend
+from collectives.backends.torch.torch_backend import TorchBackend
+from collectives.tables.torch_arrays import TorchArrays
 from tests.ptx.machine import library
 from tests.support.checkout import ROOT
 from tests.support.fake_streams import Machine
@@ -67,7 +67,7 @@ def followed(cupy: Any, patch: pytest.MonkeyPatch) -> list[list[float]]:
     kept = []
     for place in (False, True, False):
         with pytest.MonkeyPatch.context() as within:
-            within.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array, place=place: place)
+            within.setattr("collectives.tables.torch_arrays.on_gpu", lambda array, place=place: place)
             comm.sparse_all_reduce(torch.arange(1.0, 9.0), density=0.125, exchange="pairs")
             kept.append(comm.sparse_state()[""][0]["residual"].tolist())
     return kept

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.sparse.codec import WireFormat
 from collectives.torch import HookState, PlannedGroup, topoplan_hook
 from collectives.training.low_rank import LowRank
-from collectives.wire import WireFormat
 from tests.jobs.torch_hook_faults import faults
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -576,7 +576,7 @@ def own_group() -> dict[str, Any]:
     found: dict[str, Any] = {"of gloo": shared._own is None}
     shared.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collectives.backends.torch.open_group.devices_of", lambda group: {"cpu": "nccl"})
+        patch.setattr("collectives.backends.torch.process_groups.devices_of", lambda group: {"cpu": "nccl"})
         patch.setattr(dist, "new_group", noted)
         state, other = (HookState(plan(), timeout=20, shared=False) for _ in range(2))
     found["made"] = made[:1]
@@ -602,8 +602,8 @@ def apart() -> dict[str, Any]:
     """Collectives by plan in the background, and others right after them, where the group has two beneath."""
     from torch._C._distributed_c10d import PrefixStore
 
-    from collectives.backends.torch.open_group import carrier_of
-    from collectives.backends.torch.wires import NcclWires
+    from collectives.backends.torch.group_messages import NcclMessages
+    from collectives.backends.torch.process_groups import carrier_of
     from collectives.torch import process_group
     from collectives.torch.process_group import InnerGroups, inner_groups
     from tests.support.fake_torch_cuda import Batches
@@ -630,8 +630,8 @@ def apart() -> dict[str, Any]:
         patch.setattr(process_group, "inner_groups", two_groups)
         patch.setattr(process_group, "backend_of", partial(process_group.backend_of, shared=False))
         patch.setattr(
-            "collectives.backends.torch.backend.GlooWires",
-            lambda group, timeout: NcclWires(carrier_of(group), torch.device("cpu"), timeout=timeout),
+            "collectives.backends.torch.torch_backend.GlooMessages",
+            lambda group, timeout: NcclMessages(carrier_of(group), torch.device("cpu"), timeout=timeout),
         )
         dist.init_process_group("topoplan", timeout=LIMIT)
         world: Any = dist.group.WORLD

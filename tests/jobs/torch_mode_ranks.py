@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
-from collectives.backends.torch.gloo_threads import let_go
-from collectives.staleness.modes import Mode, Straggler
+from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
+from collectives.training.modes import Mode, Straggler
 from topoplan.errors import BackendError, UsageError
 
 STEPS = 12
@@ -230,7 +230,7 @@ def main() -> None:
     told["uneven"] = uneven(shared=True)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     dist.barrier()
-    let_go()
+    wait_for_gloo_threads()
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives import LocalSGD
-from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
 from collectives.training.low_rank import LowRank
 
@@ -366,7 +366,7 @@ def main() -> None:
     chosen = [one for one in STAGES if one.__name__ in sys.argv[2:]] or STAGES
     told = {one.__name__: one() for one in chosen}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")
-    let_go()
+    wait_for_gloo_threads()
     dist.destroy_process_group()
 
 

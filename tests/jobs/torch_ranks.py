@@ -25,7 +25,7 @@ from collectives import Communicator
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import EVERY
+from topoplan.plans.plan import ALL_COLLECTIVES
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -49,12 +49,12 @@ class Case:
 def cases(size: int) -> Iterator[Case]:
     """Every collective on 2 to ``size`` ranks, every dtype and reduction on 4."""
     for ranks in range(2, size + 1):
-        for number, collective in enumerate(EVERY):
+        for number, collective in enumerate(ALL_COLLECTIVES):
             shape = ("chain", "binary", "star")[(ranks + number) % 3]
             for count in (0, 1, 7, 1000003):
                 yield Case(ranks, collective, shape, _fitting(collective, ranks, count))
     for shape in ("star", "chain", "binary"):
-        for collective in EVERY:
+        for collective in ALL_COLLECTIVES:
             yield Case(6, collective, shape, 6 * 177, chunk_bytes=60)
             yield Case(5, collective, shape, 5 * 40, chunk_bytes=1 << 30)
             if collective in ("allreduce", "broadcast"):
@@ -135,7 +135,7 @@ def results(rank: int, size: int) -> dict[str, Any]:
     """Digests of all cases; what goes wrong on purpose; what tensors are refused."""
     import torch.distributed as dist
 
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     groups = {ranks: dist.new_group(list(range(size - ranks, size))) for ranks in range(2, size)}
     groups[size] = dist.group.WORLD
@@ -179,11 +179,11 @@ def batched(backend: Any) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from collectives.backends.torch.wires import NcclWires
+    from collectives.backends.torch.group_messages import NcclMessages
     from tests.support.fake_torch_cuda import Batches
 
     kept = backend._wires
-    wires = NcclWires(Batches(dist.group.WORLD), torch.device("cpu"), timeout=60)  # type: ignore[arg-type]
+    wires = NcclMessages(Batches(dist.group.WORLD), torch.device("cpu"), timeout=60)  # type: ignore[arg-type]
     backend._wires = {"cpu": wires}
     some = {
         str(number): _digest(case, {backend.size: backend})
@@ -199,7 +199,7 @@ def ordered(size: int) -> dict[str, Any]:
     import pytest
     import torch
 
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
     from tests.support.fake_torch_cuda import install, on_gpu_0
 
     plan = forest_plan(size, "allreduce", "chain")
@@ -228,7 +228,7 @@ def ordered(size: int) -> dict[str, Any]:
         found["given"] = [names[stream] for tensor, stream in recorded if tensor is first]
         found["got"] = [names[stream] for tensor, stream in recorded if tensor is early or tensor is behind]
         with pytest.MonkeyPatch.context() as host:
-            host.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: False)
+            host.setattr("collectives.tables.torch_arrays.on_gpu", lambda array: False)
             comm.all_reduce(torch.ones(3))
         found["waits"] = [call for call, _ in side.calls]  # type: ignore[attr-defined]
         found["threads"] = sorted({thread for call, thread in side.calls if call == "wait_event"})  # type: ignore[attr-defined]
@@ -275,7 +275,7 @@ def in_flight(size: int) -> list[list[int]]:
     """Several collectives of two communicators over one group at once."""
     import torch
 
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     plan = forest_plan(size, "allreduce", "chain")
     with (
@@ -294,7 +294,7 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     """What every rank raises where rank 1 means something else."""
     import torch
 
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     plan, other = forest_plan(size, "allreduce", "chain"), forest_plan(size, "allreduce", "star")
     calls: dict[str, Callable[[Communicator], object]] = {
@@ -362,7 +362,7 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
     import pytest
     import torch
 
-    from collectives.backends.torch import members
+    from collectives.backends.torch import backend_selection
 
     found: dict[str, Any] = {}
     for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody", "rank 1 reaches rank 0 alone"):
@@ -370,13 +370,15 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
             if rank == 0:
                 patch.delattr(os, "memfd_create")
                 if name == "rank 0 listens nowhere":
-                    patch.setattr(members, "_own_address", lambda: "192.0.2.1")  # of no machine (RFC 5737)
+                    patch.setattr(
+                        backend_selection, "_own_address", lambda: "192.0.2.1"
+                    )  # of no machine (RFC 5737)
             if name == "rank 1 reaches nobody" and rank == 1:
-                patch.setattr(members.TcpBackend, "_meet", _unreachable)
+                patch.setattr(backend_selection.TcpBackend, "_meet", _unreachable)
             if name == "rank 1 reaches rank 0 alone" and rank == 1:
-                patch.setattr(members.TcpBackend, "_open_meeting", _unreachable)
+                patch.setattr(backend_selection.TcpBackend, "_open_meeting", _unreachable)
             if name.startswith("rank 1"):
-                patch.setattr(members, "MEETING_SECONDS", 1.0)
+                patch.setattr(backend_selection, "RENDEZVOUS_SECONDS", 1.0)
             threads = threading.active_count()
             with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
                 whole = torch.arange(40_000).remainder(7).to(torch.bfloat16) + rank
@@ -406,7 +408,7 @@ def struck(group: Any, rank: int, size: int, number: signal.Signals) -> Any:
     """Sum until the last rank gets a signal; what is raised, after how long, and whether ``out`` is untouched."""
     import torch
 
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.torch_backend import TorchBackend
 
     comm = Communicator(
         forest_plan(size, "allreduce", "chain"), TorchBackend(group, timeout=2), chunk_bytes=65536

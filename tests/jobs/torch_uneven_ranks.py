@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives import GradientSynchronizer
 from collectives.torch import HookState
+from collectives.training.gradient_filters import Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.significance import Significance
 from tests.jobs.torch_hook_ranks import batch, furthest, model, plan, trained, values, wrapped
 from topoplan.errors import BackendError, UsageError
 

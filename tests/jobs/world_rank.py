@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from collectives.peers.peers import World
+from collectives.peers.control_plane import ControlPlane
 from topoplan.errors import BackendError
 
 TIMEOUT = 0.5
@@ -39,16 +39,16 @@ def main() -> None:
     world.close()
 
 
-def _world(kind: str, place: list[str]) -> World:
+def _world(kind: str, place: list[str]) -> ControlPlane:
     if kind == "mpi":
         from mpi4py import MPI
 
-        from collectives.peers.over_mpi import MpiWorld
+        from collectives.peers.control_plane import MpiControlPlane
 
-        return MpiWorld(MPI.COMM_WORLD)
-    from collectives.peers.over_rendezvous import TcpWorld
+        return MpiControlPlane(MPI.COMM_WORLD)
+    from collectives.peers.tcp_control_plane import TcpControlPlane
 
-    return TcpWorld(place[0], int(place[1]), int(place[2]))
+    return TcpControlPlane(place[0], int(place[1]), int(place[2]))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.kernels.feedback_source import GIVEN
-from collectives.kernels.selection_launching import BINS, STATE, digits
-from collectives.kernels.selection_source import KEY_BITS
-from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, work_of
+from collectives.tables.kernels.kernel_launch import (
+    BINS,
+    SELECTION_STATE,
+    THREADS,
+    TILE_BYTES,
+    Chunks,
+    digits,
+    work_of,
+)
+from collectives.tables.kernels.source import GRADIENT_DTYPES, KEY_BITS
 from tests.ptx.machine import KernelFault, Memory, run
 from tests.ptx.text import Program
 from tests.support.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
@@ -240,7 +246,7 @@ class Addend:
 
 
 def new_state(**fields: int) -> Array:
-    state = np.zeros(1, dtype=STATE)
+    state = np.zeros(1, dtype=SELECTION_STATE)
     for name, value in fields.items():
         state[name] = value
     return state
@@ -519,7 +525,7 @@ def parsed(kernel: str) -> tuple[str, str, str, str]:
     """Form, kind of addend, dtype and dtype of the gradient."""
     form, _, dtype = kernel.rpartition("_")
     head, _, given = form.rpartition("_")
-    if given in GIVEN["float64"] and head:
+    if given in GRADIENT_DTYPES["float64"] and head:
         kind, _, form = head.partition("_")
         return (form, kind, dtype, given) if kind != "take" else (head, "", dtype, given)
     if form.startswith("feed_"):

@@ -7,11 +7,18 @@ from functools import cache
 
 import pytest
 
-from collectives.kernels import kernel_names, kernel_source
-from collectives.kernels.compiler import compile_source
-from collectives.kernels.feedback_source import FEEDBACK_LINES
-from collectives.kernels.selection_source import selection_kernel_names, selection_source
-from collectives.kernels.source import TRY_PEERS, forest_kernel_names, forest_source, peers_source
+from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.source import (
+    FEEDBACK_LINES,
+    TRY_PEERS,
+    forest_kernel_names,
+    forest_source,
+    kernel_names,
+    kernel_source,
+    peers_source,
+    selection_kernel_names,
+    selection_source,
+)
 from tests.ptx.machine import read
 from tests.ptx.text import Program
 from topoplan.errors import UsageError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from collectives import lower
-from collectives.kernels.compiler import compile_source
-from collectives.kernels.source import TRY_PEERS, peers_source
+from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.source import TRY_PEERS, peers_source
 from tests.ptx.forests import (
     BUGS,
     COLLECTIVES,

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import lil_matrix
 
-from topoplan.plans import Fabric
+from topoplan.machine.fabric import Fabric
 
 
 def concurrent_flow(fabric: Fabric, demand: Sequence[Sequence[float]]) -> float:

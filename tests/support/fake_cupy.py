@@ -18,9 +18,9 @@ from types import ModuleType
 import networkx as nx
 import pytest
 
-from collectives.arrays import current_device
+from collectives.tables import cupy_arrays
 from tests.support.fake_streams import Driver
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
 
 ENABLE, DISABLE = 4e-4, 1e-4
 """Seconds of the host that switching peer access on and off takes, one call."""
@@ -108,7 +108,7 @@ def path_rate(wires: Topology, src: str, dst: str, peers: bool) -> float:
 def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     """Make ``import cupy`` give the fake."""
     cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
-    patch.setattr(current_device, "_driver", lambda: Driver(machine.contexts))
+    patch.setattr(cupy_arrays, "_driver", lambda: Driver(machine.contexts))
 
     def use(device: int) -> None:
         machine.device = device

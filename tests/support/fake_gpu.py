@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.arrays import current_device
-from collectives.kernels.compiler import nvrtc_of_cupy
+from collectives.tables import cupy_arrays
+from collectives.tables.kernels.compiler import nvrtc_of_cupy
 from tests.ptx.machine import library
 from tests.support.compiled_kernels import launch, widths
 from tests.support.fake_nccl import nccl_faces
@@ -54,7 +54,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         pytest.skip(str(error))
     library()  # ranks that wait for each other have no time to compile it
     cupy = fake_cupy(machine)
-    patch.setattr(current_device, "_driver", lambda: Driver(machine.contexts))
+    patch.setattr(cupy_arrays, "_driver", lambda: Driver(machine.contexts))
     for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.function):
         patch.setitem(sys.modules, module.__name__, module)
     # like the genuine one `cupy.cuda` has no attribute nccl before that is imported

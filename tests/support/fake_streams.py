@@ -24,7 +24,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Driver:
-    """``libcuda.so.1`` as `collectives.arrays.current_device` asks it; ``contexts`` are the devices that have one."""
+    """``libcuda.so.1`` as `collectives.tables.cupy_arrays` asks it; ``contexts`` are the devices that have one."""
 
     def __init__(self, contexts: set[int]) -> None:
         self._contexts = contexts

@@ -111,9 +111,9 @@ def install(patch: pytest.MonkeyPatch) -> Recorded:
 
 def on_gpu_0(patch: pytest.MonkeyPatch) -> None:
     """Let every tensor count as memory of GPU 0."""
-    patch.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: True)
+    patch.setattr("collectives.tables.torch_arrays.on_gpu", lambda array: True)
     patch.setattr("collectives.torch.bucket_exchange.on_gpu", lambda array: True)
-    patch.setattr("collectives.backends.torch.windows.on_gpu", lambda array: True)
+    patch.setattr("collectives.backends.torch.backend_selection.on_gpu", lambda array: True)
     patch.setattr("collectives.sparse.torch_entry_arrays.gpu_device", lambda gpu: torch.device("cpu"))
 
 

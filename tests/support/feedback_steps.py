@@ -9,13 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import ErrorFeedback
-from collectives.kernels.feedback_source import GIVEN
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.tables.kernels.source import GRADIENT_DTYPES
 from tests.support.selection_data import drawn, same
 
 Array = NDArray[Any]
 
-CASES = [(dtype, given, momentum) for dtype in GIVEN for given in GIVEN[dtype] for momentum in (0.0, 0.9)]
+CASES = [
+    (dtype, given, momentum)
+    for dtype in GRADIENT_DTYPES
+    for given in GRADIENT_DTYPES[dtype]
+    for momentum in (0.0, 0.9)
+]
 """A residual's dtype, its gradients', and the momentum."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
 
 DIRECTIONS = {
     "broadcast": ("down",),

@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import ErrorFeedback
-from collectives.kernels import Chunks, Kernels, kernel_names, work_of
-from collectives.kernels.source import BYTES, ELEMENTS, divide_kernel, join_kernel
-from collectives.kernels.work import TILE_BYTES
-from collectives.selection.gpu import feed_gpu, topk_gpu
-from collectives.selection.gpu_entries import add_entries_gpu
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.sparse.entry_messages import encode_entries
+from collectives.sparse.entry_arrays import encode_entries
 from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
+from collectives.tables.kernels.kernel_launch import TILE_BYTES, Chunks, Kernels, work_of
+from collectives.tables.kernels.source import BYTES, ELEMENTS, divide_kernel, join_kernel, kernel_names
 from tests.support.feedback_steps import compare_steps
 from tests.support.kernel_data import (
     COMPLEX,

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.nccl.library import Library, Link
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+from collectives.backends.nccl.nccl_library import NcclCommunicator, NcclLibrary
 from tests.jobs.nccl_rank import methods
 from tests.support.gpu_checks import GUARD
 from tests.support.hand_plans import forest_plan
@@ -183,7 +183,7 @@ def check_out_of_other_streams(cupy: Any, count: int = 1 << 20) -> None:
 
 
 def check_messages_to_itself(
-    cupy: Any, library: Library, sizes: Sequence[int] = (1, 15, 16, 1000003), rounds: int = 3
+    cupy: Any, library: NcclLibrary, sizes: Sequence[int] = (1, 15, 16, 1000003), rounds: int = 3
 ) -> None:
     """Bytes arrive at any alignment, step by step and as a graph that is replayed on other values."""
     with alone(cupy, library) as link:
@@ -193,7 +193,7 @@ def check_messages_to_itself(
 
 
 def _check_message(
-    cupy: Any, library: Library, link: Link, nbytes: int, shifts: tuple[int, int], rounds: int
+    cupy: Any, library: NcclLibrary, link: NcclCommunicator, nbytes: int, shifts: tuple[int, int], rounds: int
 ) -> None:
     """The graph ends with this call, as it must before its communicator."""
     stream, graph = cupy.cuda.Stream(non_blocking=True), None
@@ -217,7 +217,7 @@ def _check_message(
         assert not found[shifts[1] + nbytes :].any(), where
 
 
-def check_abort_beside_a_graph(cupy: Any, library: Library, *, limit: float = 10.0) -> float:
+def check_abort_beside_a_graph(cupy: Any, library: NcclLibrary, *, limit: float = 10.0) -> float:
     """An abort ends once the graph that was captured is dropped; seconds from then."""
     link = connected(cupy, library)
     graph = _replayed_graph(cupy, library, link)
@@ -230,7 +230,7 @@ def check_abort_beside_a_graph(cupy: Any, library: Library, *, limit: float = 10
     return time.monotonic() - started
 
 
-def check_close_behind_a_graph(cupy: Any, library: Library, *, limit: float = 4.0) -> float:
+def check_close_behind_a_graph(cupy: Any, library: NcclLibrary, *, limit: float = 4.0) -> float:
     """Seconds that a communicator takes to close whose graph was dropped before."""
     link = connected(cupy, library)
     graph = _replayed_graph(cupy, library, link)
@@ -243,21 +243,21 @@ def check_close_behind_a_graph(cupy: Any, library: Library, *, limit: float = 4.
 
 
 @contextmanager
-def alone(cupy: Any, library: Library) -> Iterator[Link]:
+def alone(cupy: Any, library: NcclLibrary) -> Iterator[NcclCommunicator]:
     """A communicator of one rank; behind an error it stays, since a traceback keeps graphs that it would wait for."""
     link = connected(cupy, library)
     yield link
     link.destroy()
 
 
-def connected(cupy: Any, library: Library) -> Link:
+def connected(cupy: Any, library: NcclLibrary) -> NcclCommunicator:
     """A communicator of one rank, ready."""
     link = library.connect(1, 0, library.unique_id())
     settle(link)
     return link
 
 
-def to_itself(library: Library, link: Link, lines: tuple[Any, Any], stream: Any) -> None:
+def to_itself(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, Any], stream: Any) -> None:
     """Queue a message from one array to another."""
     given, out = lines
     with library.group():
@@ -266,7 +266,7 @@ def to_itself(library: Library, link: Link, lines: tuple[Any, Any], stream: Any)
     settle(link)
 
 
-def captured(library: Library, link: Link, lines: tuple[Any, Any], stream: Any) -> Any:
+def captured(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, Any], stream: Any) -> Any:
     """The same as a graph."""
     stream.begin_capture()
     try:
@@ -276,7 +276,7 @@ def captured(library: Library, link: Link, lines: tuple[Any, Any], stream: Any) 
     return graph
 
 
-def settle(link: Link, *, limit: float = 30.0) -> None:
+def settle(link: NcclCommunicator, *, limit: float = 30.0) -> None:
     """Wait for what the last call began."""
     end = time.monotonic() + limit
     while not link.ready():
@@ -284,7 +284,7 @@ def settle(link: Link, *, limit: float = 30.0) -> None:
         time.sleep(1e-4)
 
 
-def _replayed_graph(cupy: Any, library: Library, link: Link) -> Any:
+def _replayed_graph(cupy: Any, library: NcclLibrary, link: NcclCommunicator) -> Any:
     stream = cupy.cuda.Stream(non_blocking=True)
     lines = tuple(cupy.zeros(1 << 20, dtype=np.uint8) for _ in range(2))
     cupy.cuda.get_current_stream().synchronize()

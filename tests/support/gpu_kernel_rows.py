@@ -25,7 +25,7 @@ FREE_FOR_EACH = 8
 
 def cupy_here() -> Any:
     """CuPy with a GPU."""
-    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.tables.cupy_arrays import load_cupy
 
     return load_cupy("loopback-gpu")
 
@@ -51,7 +51,7 @@ def joins() -> str:
 
 
 def averages_and_copies() -> str:
-    from collectives.kernels.source import BYTES
+    from collectives.tables.kernels.source import BYTES
     from tests.support.gpu_checks import averaged_dtypes, check_averages, check_copies
 
     cupy = cupy_here()
@@ -150,7 +150,7 @@ def join_bandwidth() -> dict[str, Any]:
 
 
 def average_bandwidth() -> dict[str, Any]:
-    from collectives.kernels import Kernels
+    from collectives.tables.kernels.kernel_launch import Kernels
     from tests.bench import gpu as bench
     from tests.support.kernel_data import bits_type
 
@@ -165,7 +165,7 @@ def average_bandwidth() -> dict[str, Any]:
 
 def select_bandwidth() -> dict[str, Any]:
     """Two reads of everything, whatever a sample would spare."""
-    from collectives.selection.gpu_passes import Passes
+    from collectives.sparse.selection.gpu_topk import SelectionPasses
     from tests.bench import gpu as bench
     from tests.support.kernel_data import bits_type
 
@@ -175,7 +175,9 @@ def select_bandwidth() -> dict[str, Any]:
         k = int(share * x.size)
 
         def twice(x: Any = x, dtype: str = dtype, k: int = k) -> None:
-            assert Passes(cupy, x, dtype, k, refuses=True, clears=False).two_reads(), "the list had no room"
+            assert SelectionPasses(cupy, x, dtype, k, refuses=True, clears=False).two_reads(), (
+                "the list had no room"
+            )
 
         found[f"{dtype}, {share:.1%}"] = 2 * x.nbytes / bench.gpu_seconds(cupy, twice) / 1e9
     return shares(cupy, SELECT_GOAL, found)
@@ -183,8 +185,7 @@ def select_bandwidth() -> dict[str, Any]:
 
 def feedback_bandwidth() -> dict[str, Any]:
     """A gradient is added and the largest are taken: two reads and a write of the residual, a read of the gradient."""
-    from collectives.selection.gpu_addend import Addend
-    from collectives.selection.gpu_passes import Passes
+    from collectives.sparse.selection.gpu_topk import Addend, SelectionPasses
     from tests.bench import gpu as bench
 
     cupy, found = cupy_here(), {}
@@ -192,7 +193,7 @@ def feedback_bandwidth() -> dict[str, Any]:
     for share in (0.001, 0.01):
 
         def twice(k: int = int(share * x.size)) -> None:
-            Passes(cupy, x, "float32", k, refuses=True, clears=True).two_reads(Addend(gradient))
+            SelectionPasses(cupy, x, "float32", k, refuses=True, clears=True).two_reads(Addend(gradient))
 
         found[f"float32, {share:.1%}"] = 4 * x.nbytes / bench.gpu_seconds(cupy, twice) / 1e9
     return shares(cupy, SELECT_GOAL, found)
@@ -212,7 +213,7 @@ def topk_against_torch(dtype: str) -> dict[str, Any]:
     """Magnitudes of what is chosen, and times; sizes as far as memory and time allow."""
     import numpy as np
 
-    from collectives.selection.gpu import topk_gpu
+    from collectives.sparse.selection.gpu_topk import topk_gpu
     from tests.bench import gpu as bench
     from tests.bench.gpu_selection import rival_seconds
 
@@ -315,7 +316,7 @@ def background() -> str:
 
 
 def sparse() -> str:
-    from collectives.wire import WireFormat
+    from collectives.sparse.codec import WireFormat
     from tests.support.gpu_exchange_checks import check_nan_in_sparse, check_sparse
     from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
 

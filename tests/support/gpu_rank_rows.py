@@ -31,7 +31,7 @@ SUBSET = "small-subset"
 
 
 def messages_to_itself() -> str:
-    from collectives.backends.nccl.library import find_library
+    from collectives.backends.nccl.nccl_library import find_library
     from tests.bench import gpu as bench
     from tests.support.gpu_exchange_checks import alone, check_messages_to_itself, to_itself
 
@@ -55,7 +55,7 @@ def messages_to_itself() -> str:
 
 
 def abort_beside_a_graph() -> str:
-    from collectives.backends.nccl.library import find_library
+    from collectives.backends.nccl.nccl_library import find_library
     from tests.support.gpu_exchange_checks import check_abort_beside_a_graph
 
     cupy = cupy_here()
@@ -64,7 +64,7 @@ def abort_beside_a_graph() -> str:
 
 
 def close_behind_a_graph() -> str:
-    from collectives.backends.nccl.library import find_library
+    from collectives.backends.nccl.nccl_library import find_library
     from tests.support.gpu_exchange_checks import check_close_behind_a_graph
 
     cupy = cupy_here()

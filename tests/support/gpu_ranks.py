@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl.backend import NcclBackend
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
@@ -68,7 +68,7 @@ def on_every_rank(
     def be(rank: int) -> None:
         try:
             with cupy.cuda.Device(rank):
-                world = TcpWorld(meeting.address, rank, size, timeout=timeout)
+                world = TcpControlPlane(meeting.address, rank, size, timeout=timeout)
                 settings = {
                     name: value[rank] if isinstance(value, list) else value for name, value in options.items()
                 }

@@ -106,7 +106,7 @@ def device() -> dict[str, Any]:
 
 
 def _hardware(found: dict[str, Any]) -> str:
-    from collectives.kernels.compiler import nvrtc_of_cupy
+    from collectives.tables.kernels.compiler import nvrtc_of_cupy
 
     cupy = kernels.cupy_here()
     runtime = cupy.cuda.runtime
@@ -127,7 +127,7 @@ def _hardware(found: dict[str, Any]) -> str:
 
 
 def _nccl(found: dict[str, Any]) -> str:
-    from collectives.backends.nccl.library import described, find_library
+    from collectives.backends.nccl.nccl_library import describe_library, find_library
     from topoplan.errors import UsageError
 
     try:
@@ -138,7 +138,7 @@ def _nccl(found: dict[str, Any]) -> str:
     found.update(
         nccl=library.version, nccl_path=library.path, nccl_by=library.name, nccl4py=_version("nccl4py")
     )
-    return f"NCCL {described(library)}; nccl4py {found['nccl4py']}"
+    return f"NCCL {describe_library(library)}; nccl4py {found['nccl4py']}"
 
 
 def _torch(found: dict[str, Any]) -> str:

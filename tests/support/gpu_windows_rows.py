@@ -17,26 +17,25 @@ from scipy.optimize import least_squares
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.engine import Engine
-from collectives.backends.nccl.joint_steps import JointSteps
-from collectives.backends.nccl.library import described
-from collectives.backends.nccl.regions import Region, open_region
-from collectives.kernels.compiler import load_kernel
-from collectives.kernels.launching import Kernels
-from collectives.kernels.source import forest_kernel_names
-from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.backends.nccl.agreed_setup import AgreedSteps
+from collectives.backends.nccl.device_arenas import DeviceArenas, open_device_arenas
+from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.backends.nccl.nccl_library import describe_library
+from collectives.backends.nccl.window_engine import WindowEngine
+from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.signature import Signature
+from collectives.peers.tcp_control_plane import TcpControlPlane
+from collectives.tables.kernels.compiler import load_kernel
+from collectives.tables.kernels.kernel_launch import Kernels
+from collectives.tables.kernels.source import forest_kernel_names
+from collectives.tables.transfer_table import result_blocks
 from tests.gpu_report import CannotRun
 from tests.support.checkout import ROOT
 from tests.support.gpu_kernel_rows import cupy_here
 from tests.support.kernel_data import numpy_fuses
-from topoplan.hosts.gpu_identity import compute_capability
+from topoplan.machine.hardware import compute_capability
+from topoplan.model.window_engine import BLACKWELL, HOPPER, EngineCosts, WindowsClock
 from topoplan.plans.plan import Plan
-from topoplan.simulation.engine_costs import BLACKWELL, HOPPER, EngineCosts
-from topoplan.simulation.windows import WindowsClock
 from topoplan.units import TOLERANCE
 
 MOST_BLOCKS = 24
@@ -81,8 +80,10 @@ class Ranks:
         self.engines = []
         for rank, stream in enumerate(self.streams):
             domains = (0,) * size
-            region = Region(rank, size, arena, addresses, domains, 0, size, "one GPU", "", cupy, device, None)
-            self.engines.append(Engine(cupy, kernels, region, stream, timeout=timeout, **settings))
+            region = DeviceArenas(
+                rank, size, arena, addresses, domains, 0, size, "one GPU", "", cupy, device, None
+            )
+            self.engines.append(WindowEngine(cupy, kernels, region, stream, timeout=timeout, **settings))
 
     def calls(
         self, plan: Plan, arrays: list[Any], results: list[Any], op: str, chunk: int
@@ -297,14 +298,14 @@ def region_of_one_rank(kind: str, **environment: str) -> str:
     os.environ.update(environment)  # before NCCL is loaded
     cupy = cupy_here()
     with Rendezvous("127.0.0.1:0", 1) as meeting:
-        backend = NcclBackend(cupy, TcpWorld(meeting.address, 0, 1, timeout=SECONDS), timeout=SECONDS)
+        backend = NcclBackend(cupy, TcpControlPlane(meeting.address, 0, 1, timeout=SECONDS), timeout=SECONDS)
         device = cupy.cuda.Device()
-        steps = JointSteps(backend._world, timeout=SECONDS, here=lambda: device)
+        steps = AgreedSteps(backend._world, timeout=SECONDS, here=lambda: device)
         library, connections = backend.library, backend._connections
-        region = open_region(
+        region = open_device_arenas(
             cupy, library, connections, steps, rank=0, size=1, device=device.id, nbytes=64 << 20
         )
-        assert isinstance(region, Region), f"no region: {region}"
+        assert isinstance(region, DeviceArenas), f"no region: {region}"
         print(f"{region.kind}: {region.why}")
         array = region.array(1 << 20)
         array[:] = np.uint8(7)
@@ -317,7 +318,7 @@ def region_of_one_rank(kind: str, **environment: str) -> str:
         backend.close()
     if not region.kind.startswith(kind):
         raise AssertionError(f"the kind is {region.kind}, and the row is on {kind}: {region.why}")
-    return f"{found}; {described(library)}"
+    return f"{found}; {describe_library(library)}"
 
 
 def one_gpu(size: int) -> str:

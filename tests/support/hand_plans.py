@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.build import build_plan, stage_order
-from topoplan.plans.certificates import Cut, Partition
+from topoplan.plans.certificates.certificate import Cut, Partition
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.tree import Edge, Shard, Stage
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.shards import Edge, Shard, Stage
 
 Tree = Mapping[int, int]
 """Parent of every rank but the root."""

@@ -10,8 +10,8 @@ from itertools import combinations
 from random import Random
 
 import topoplan
-from topoplan.clusters import nvswitch_cluster
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.cluster import nvswitch_cluster
+from topoplan.machine.topology import Device, Link, Topology
 
 Wires = dict[tuple[str, str], float]
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from collectives import Communicator
-from collectives.backends.shared.backend import SharedBackend
-from collectives.job.plan import job_plan
-from collectives.peers.error_rounds import Gather
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.communicator.job_topology import agree_on_job_plan
+from collectives.peers.agreement import Gather
 from topoplan.plans.plan import Plan
 
 SECONDS = 30.0
@@ -60,13 +60,13 @@ def in_shared_memory(plan: Plan, work: Callable[[Communicator, int], Any], **opt
 
 
 def plans_of(members: Sequence[dict[str, Any]], meeting: Meeting | None = None) -> list[Plan | Exception]:
-    """What `job_plan` returns or raises on every rank of a job, given what each rank says."""
+    """What `agree_on_job_plan` returns or raises on every rank of a job, given what each rank says."""
     meeting = meeting or Meeting(len(members))
 
     def one(rank: int) -> Plan | Exception:
         told = {"rank": rank, "size": len(members), **members[rank]}
         try:
-            return job_plan(meeting.gather(rank), **told)
+            return agree_on_job_plan(meeting.gather(rank), **told)
         except Exception as error:
             return error
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.reduction import divide, reduction
+from collectives.tables.numpy_arrays import divide, reduction
 
 Array = NDArray[Any]
 

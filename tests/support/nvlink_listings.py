@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
 from topoplan.units import exact
 
 Wire = tuple[str, str, int]

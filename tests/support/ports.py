@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from collectives.launching.local_processes import reserved_port
+from collectives.communicator.launch import reserved_port
 
 _RESERVED = ExitStack()
 """Until this process ends: whoever is told the number may listen there late, and more than once."""

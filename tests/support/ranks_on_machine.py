@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.nccl.engine import Engine
-from collectives.kernels.compiler import compile_source
-from collectives.lowering.lower import lower
-from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.signature import Signature
+from collectives.backends.nccl.window_engine import WindowEngine
+from collectives.peers.control_plane import Signature
+from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.lowering import lower
+from collectives.tables.transfer_table import result_blocks
 from tests.ptx.kernels import ARCHITECTURE, SWITCHING, program
 from tests.ptx.machine import Launch, Memory, read
 from tests.ptx.text import Program
@@ -220,7 +220,7 @@ class Ranks:
             all_ = [self.arenas[owner] for owner in near]
             multicast = gpu.memory.put_multicast("all arenas", all_) if switched else 0
             region = Region(rank, size, arena, addresses, self.domains, multicast)
-            self.engines.append(Engine(gpu, gpu, region, Stream(), timeout=timeout, **settings))  # type: ignore[arg-type]
+            self.engines.append(WindowEngine(gpu, gpu, region, Stream(), timeout=timeout, **settings))  # type: ignore[arg-type]
 
     def queue(
         self,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import product
 
 import topoplan
-from topoplan.fabric.fabric import Fabric
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
 
 CHANNELS = ("nvlink", "network")
 

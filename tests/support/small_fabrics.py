@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import lil_matrix
 
-from topoplan.plans import Fabric
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
 
 
 def joined(name: str, wires: Mapping[tuple[int, int], float]) -> Topology:

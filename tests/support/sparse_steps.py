@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.wire import WireFormat
+from collectives.sparse.codec import WireFormat
 
 Array = NDArray[Any]
 

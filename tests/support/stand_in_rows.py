@@ -30,7 +30,7 @@ from tests.support import gpu_windows_rows as windows
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import on_every_rank
 from tests.support.selection_on_cpu import install_selection
-from topoplan.in_network import fully_used
+from topoplan.machine.variants import with_all_capabilities
 
 COUNTS = (0, 701)
 LENGTH = 3001
@@ -134,7 +134,7 @@ def start(
         for task in tasks.split(","):
             small.get(task, nccl_rank.TASKS[task])(comm, rank)
 
-    machine_of_plan = fully_used(topoplan.load(settings.get("machine", "dgx-1v")))
+    machine_of_plan = with_all_capabilities(topoplan.load(settings.get("machine", "dgx-1v")))
     plan = topoplan.plan(machine_of_plan, "allreduce", gpus=range(ranks))
     options = {"engine": "messages", "region_bytes": REGION, **wanted, **flags}
     found = on_every_rank(cupy, plan, be, chunk_bytes=1 << 12, timeout=TIMEOUT, **options)
@@ -190,7 +190,7 @@ def small_rows(machine: Machine, cupy: Any) -> Mapping[str, Callable[[], Any]]:
 
 def messages(cupy: Any) -> str:
     """Do as the row of this name, without its times."""
-    from collectives.backends.nccl.library import find_library
+    from collectives.backends.nccl.nccl_library import find_library
 
     gpu_exchange_checks.check_messages_to_itself(cupy, find_library(cupy), (1, 16, 3001))
     return "right at any alignment, by steps and as a graph"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.forking import forking
 from topoplan.plans.plan import Plan

@@ -15,7 +15,7 @@ from tests.support.fake_machine.description import FakeMachine, Gpu
 from tests.support.fake_machine.fixtures import Installer
 from tests.support.fake_machine.machines import MACHINES
 from tests.support.fake_machine.nvml_text import C2C_MEGABYTES, nvml_bus_id
-from topoplan.machines import LIBRARY
+from topoplan.machine.library import LIBRARY
 
 # Machines whose every call is answered.
 SOUND = [

@@ -17,7 +17,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.nccl.library import find_library
+from collectives.backends.nccl.nccl_library import find_library
 from tests import gpu_report
 from tests.bench import gpu as bench
 from tests.bench.gpu_selection import rival_seconds

@@ -13,8 +13,7 @@ from tests.support import gpu_windows_rows as rows
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
-from topoplan.simulation.engine_costs import HOPPER, EngineCosts, load_costs
-from topoplan.simulation.windows import WindowsClock
+from topoplan.model.window_engine import HOPPER, EngineCosts, WindowsClock, load_costs
 
 
 def wide_device(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

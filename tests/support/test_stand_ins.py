@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import topoplan
-from collectives.backends.nccl import regions
+from collectives.backends.nccl import device_arenas
 from tests.support import fake_cupy as wires
 from tests.support import gpu_facts
 from tests.support.checkout import ROOT
@@ -101,7 +101,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 
 SHRINKS = """
 import time
-from collectives.backends.nccl.library import find_library
+from collectives.backends.nccl.nccl_library import find_library
 library = find_library(None, name="nccl4py")
 parent = library.connect(3, 0, bytes(128))
 assert parent.ready()
@@ -163,7 +163,7 @@ made, there is no multicast, and properties are refused to newer bindings."""
 WINDOWS = """
 import sys
 from importlib import import_module
-from collectives.backends.nccl.library import described, find_library
+from collectives.backends.nccl.nccl_library import describe_library, find_library
 library = find_library(None, name="nccl4py")
 link = library.connect(8, 1, bytes(128))
 bindings = import_module("nccl.bindings.nccl")
@@ -424,7 +424,7 @@ def test_numbers_of_cuda_are_those_of_the_genuine_bindings() -> None:
         for name, text in names.items()
     }
     assert genuine == gpu_facts.ATTRIBUTES
-    assert genuine["MPS"] == regions.MPS_ENABLED
+    assert genuine["MPS"] == device_arenas.MPS_ENABLED
     peer = {
         "performance rank": "PERFORMANCE_RANK",
         "access": "ACCESS_SUPPORTED",

@@ -18,33 +18,33 @@ from pathlib import Path
 from unittest.mock import patch
 
 import topoplan
-from collectives.backends.tcp.wires import parse_wires
+from collectives.backends.tcp.link_addresses import parse_wires
 from tests.support import nccl_texts
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.nccl_debug_logs import healthy, over_sockets, without_peers
 from tests.support.nvlink_listings import Listings
 from tests.support.perf_logs import PerfLog
-from topoplan.calibration.pair_results import parse_results
 from topoplan.cli import explain
 from topoplan.cli.main import main
 from topoplan.cli.sources import host_names, parse_claimed_plan, read_demand, read_trees
-from topoplan.clusters.named_nodes import cluster_of_nodes
-from topoplan.clusters.regular import fabric_named
-from topoplan.compare import nccl_run
+from topoplan.cli.verify import engine_of, read_engine_file
+from topoplan.engines.nccl.identities import parse_bus_ids
+from topoplan.engines.nccl.tuner_file import parse_label
 from topoplan.errors import UsageError
-from topoplan.export.nccl.given_bus_ids import parse_bus_ids
-from topoplan.export.nccl.tuner import parse_label
-from topoplan.formats.load import decode_text, load_network, load_text
-from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
-from topoplan.interpreters.known_files import engine_of, read_engine_file
+from topoplan.machine.named_nodes import cluster_of_nodes
+from topoplan.model.jobs import read_jobs
+from topoplan.model.times_by_size import check_times
+from topoplan.model.window_engine import load_costs
+from topoplan.operate.calibration.pair_results import parse_results
+from topoplan.operate.compare import nccl_run
 from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import SurvivalPlans, verify_survival
 from topoplan.plans.verify import verify_all
-from topoplan.schedules.own_trees import plan_from_trees
-from topoplan.simulation.engine_costs import load_costs
-from topoplan.simulation.jobs import read_jobs
-from topoplan.simulation.time_bound import check_times
+from topoplan.reading.clusters import regular_network
+from topoplan.reading.load import decode_text, load_network, load_text
+from topoplan.reading.nvlink_overlay import overlay
+from topoplan.schedules.user_trees import plan_from_trees
 from topoplan.units import parse_bandwidth, parse_gpu_list, parse_size, parse_sizes
 
 SMALL = "nvlink-x4"
@@ -145,7 +145,7 @@ def _explained(*machine: str) -> Callable[[str], object]:
         form = ("--json",) if os.path.getsize(path) % 2 else ()
         told = io.StringIO()
         with (
-            patch.object(explain, "reachable", _reachable),
+            patch.object(explain, "attainable", _reachable),
             patch.object(nccl_run, "nccl_ring", _nccl_ring),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(told),
@@ -157,7 +157,7 @@ def _explained(*machine: str) -> Callable[[str], object]:
     return _from_file(run)
 
 
-_reachable, _nccl_ring = cache(explain.reachable), cache(nccl_run.nccl_ring)
+_reachable, _nccl_ring = cache(explain.attainable), cache(nccl_run.nccl_ring)
 
 
 def _nodes(text: str) -> object:
@@ -195,7 +195,7 @@ def _trees(text: str) -> object:
 def _options(text: str) -> object:
     """Read a text as every kind of value that has its form."""
     told = ""
-    for read in (fabric_named, parse_gpu_list, parse_sizes, parse_size, parse_bandwidth, parse_label):
+    for read in (regular_network, parse_gpu_list, parse_sizes, parse_size, parse_bandwidth, parse_label):
         try:
             if read(text) is not None:
                 return read

@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 from scipy.sparse import lil_matrix
 
 from tests.support.small_fabrics import parents_of_trees, routes
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
 
 
 def rate_by_inner_trees(topology: Topology, collective: str, *, root: int | None = None) -> float:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
-from topoplan.topology import Topology
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Topology
 
 V100S = topoplan.load("dgx-1v")
 PAIR = cluster([Server(V100S, count=2)], nic_gbps=100)

@@ -11,26 +11,26 @@ import pytest
 import topoplan
 from tests.support.checkout import Run
 from tests.support.matrices import uniform_matrix
-from topoplan.bounds.upper_bound import in_network_bound
 from topoplan.errors import TopologyError, UsageError
-from topoplan.hosts.gpu_identity import with_capable
-from topoplan.in_network import CHOICES, fully_used, with_in_network
-from topoplan.plans import Plan
-from topoplan.topology import Topology, facts
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.topology import Topology, facts
+from topoplan.machine.variants import IN_NETWORK_CHOICES, with_all_capabilities, with_in_network
+from topoplan.plans.plan import Plan
+from topoplan.solve.upper_bound import in_network_bound
 
 
-@pytest.mark.parametrize("which", sorted(CHOICES))
+@pytest.mark.parametrize("which", sorted(IN_NETWORK_CHOICES))
 def test_switches_of_the_kinds_asked_for_copy_and_add_and_no_others(which: str) -> None:
     """Two DGX H100 behind one switch; an explicit choice overrides what stands in the file."""
     machine = topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=400)
     for start in (machine, with_in_network(machine, "all")):
         made = with_in_network(start, which)
         on = {device.kind for device in made.devices if device.multicast and device.reduce}
-        assert on == set(CHOICES[which])
+        assert on == set(IN_NETWORK_CHOICES[which])
         assert {device.kind for device in made.devices if device.multicast or device.reduce} == on
-    assert fully_used(machine).device("s0.nvswitch0").reduce
-    assert not fully_used(machine).device("switch0").reduce
-    assert fully_used(fully_used(machine)) == fully_used(machine)
+    assert with_all_capabilities(machine).device("s0.nvswitch0").reduce
+    assert not with_all_capabilities(machine).device("switch0").reduce
+    assert with_all_capabilities(with_all_capabilities(machine)) == with_all_capabilities(machine)
 
 
 def test_a_switch_that_does_not_say_that_it_could_leaves_a_note() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan.errors import TopologyError
-from topoplan.formats.load import library
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.reading.load import library
 
 DGX = topoplan.load("dgx-1v")
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
-from topoplan.machines.library import dgx_1v, dgx_2
-from topoplan.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
+from topoplan.machine.library import dgx_1v, dgx_2
+from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
+from topoplan.machine.topology_json import dump_topology_json, parse_topology_json
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from topoplan.errors import UsageError
-from topoplan.plans.plan import EVERY
+from topoplan.plans.plan import ALL_COLLECTIVES
 from topoplan.units import format_size, parse_bandwidth, parse_gpu_list, parse_sizes
 
 TINY = math.ulp(0.0)
@@ -79,16 +79,16 @@ def number(least: float, below: float, what: str) -> Callable[[str], float]:
     return read
 
 
-part_of_a_link = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95")
+link_fraction = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95")
 """Reads a headroom."""
 
 
-def whole(least: int, most: int, what: str) -> Callable[[str], int]:
+def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
     """What reads a whole number from ``least`` to ``most``, as `number`.
 
     Examples
     --------
-    >>> whole(1, 1000, "number of runs")("3")
+    >>> whole_number(1, 1000, "number of runs")("3")
     3
     """
 
@@ -100,15 +100,15 @@ def whole(least: int, most: int, what: str) -> Callable[[str], int]:
     return read
 
 
-factor = number(TINY, 1e9, "number above zero, such as 1e-3")
+positive_factor = number(TINY, 1e9, "number above zero, such as 1e-3")
 
 
-def rate_in(unit: str) -> Callable[[str], float]:
+def bandwidth_reader(unit: str) -> Callable[[str], float]:
     """What reads a bandwidth, in ``unit`` where the text names none, and gives it in that unit, below 1e6.
 
     Examples
     --------
-    >>> rate_in("GB/s")("400Gb/s"), rate_in("Gb/s")("50GB/s"), rate_in("Gb/s")("100")
+    >>> bandwidth_reader("GB/s")("400Gb/s"), bandwidth_reader("Gb/s")("50GB/s"), bandwidth_reader("Gb/s")("100")
     (50.0, 400.0, 100.0)
     """
     own = parse_bandwidth("1", unit=unit)
@@ -125,7 +125,7 @@ def rate_in(unit: str) -> Callable[[str], float]:
     return read
 
 
-bandwidth = rate_in("GB/s")
+bandwidth = bandwidth_reader("GB/s")
 fraction = number(0, 1, "number of 0 or more and below 1, such as 0.05")
 seconds = number(0, 1e9, "number of seconds of 0 or more, such as 10")
 
@@ -165,12 +165,12 @@ def size(text: str) -> int:
     return sizes[0]
 
 
-def first_given(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
+def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
     """The first of some options that was given, as it is written; ``absent`` says what each is when it was not.
 
     Examples
     --------
-    >>> first_given(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
+    >>> first_set_option(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
     '--time-limit'
     """
     given = (name for name, default in absent.items() if getattr(options, name) != default)
@@ -237,7 +237,7 @@ def add_collective(
         "--collective",
         default=default,
         metavar="C",
-        help=f"{', '.join(EVERY)} (default: {otherwise})",
+        help=f"{', '.join(ALL_COLLECTIVES)} (default: {otherwise})",
     )
 
 
@@ -245,7 +245,7 @@ def add_root(parser: OneLineParser) -> None:
     """Which root."""
     parser.add_argument(
         "--root",
-        type=whole(0, 999_999, "GPU number such as 0"),
+        type=whole_number(0, 999_999, "GPU number such as 0"),
         metavar="R",
         help="GPU number of the root of a broadcast or reduce (default: the first)",
     )
@@ -323,7 +323,7 @@ def add_plot(parser: OneLineParser, what: str) -> None:
     )
     group.add_argument(
         "--dpi",
-        type=whole(10, 2400, "number of dots per inch such as 300"),
+        type=whole_number(10, 2400, "number of dots per inch such as 300"),
         metavar="N",
         help="of a .png (default: 150)",
     )

@@ -1,4 +1,4 @@
-"""``topoplan check``: is a machine healthy, and what does each of its faults cost."""
+"""Diagnose a machine and the cost of each of its faults for ``topoplan check``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import textwrap
 from collections.abc import Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster
-from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import print_json, print_notes, printable, table
-from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import as_asked, read_machine
+from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.output import print_json, print_notes, printable, progress_line, table
+from topoplan.cli.sources import apply_machine_options, read_machine
 from topoplan.errors import UsageError
-from topoplan.health.costs import Cost, costs_of
-from topoplan.health.diagnosis import Diagnosis, diagnose, warning_text
-from topoplan.health.faults import Fault
-from topoplan.hosts.notes import kind_of
-from topoplan.probing.probe import probe
-from topoplan.topology import Topology
+from topoplan.machine.notes import kind_of
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.costs import Cost, costs_of
+from topoplan.operate.diagnosis import Diagnosis, diagnose, warning_text
+from topoplan.operate.faults import Fault
+from topoplan.reading.probe import probe
 from topoplan.units import bus_words, counted
 
-ALWAYS = "allreduce"
+DEFAULT_COLLECTIVE = "allreduce"
 """The collective whose cost is always told."""
 
 
@@ -30,14 +28,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
     arguments.add_collective(parser)
     arguments.add_json(parser)
-    add_cluster(parser)
-    add_damage(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what is amiss in a machine and what each fault costs; exit status 1 if there is any."""
     found = diagnose(_machine(options))
-    asked = dict.fromkeys((ALWAYS, options.collective))
+    asked = dict.fromkeys((DEFAULT_COLLECTIVE, options.collective))
     with progress_line("planning") as progress:
         costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
     if options.json:
@@ -51,12 +49,12 @@ def _machine(options: argparse.Namespace) -> Topology:
     """The machine that is asked for, or this one."""
     if options.topo is not None:
         return read_machine(options).topology
-    given = arguments.first_given(
+    given = arguments.first_set_option(
         options, dict.fromkeys(("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"))
     )
     if given:
         raise UsageError(f"{given} belongs to a description; give TOPO, or leave {given} out")
-    return as_asked(options, probe()).topology
+    return apply_machine_options(options, probe()).topology
 
 
 def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, object]:
@@ -128,25 +126,25 @@ def _resembles(found: Diagnosis) -> str:
     return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
-_WIDEST = {"devices": 30, "is": 32, "should be": 30}
+_MAX_WIDTHS = {"devices": 30, "is": 32, "should be": 30}
 """Characters of a cell that are shown; what is cut stands below the table."""
 
 
 def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     """A row for each fault; ``alone`` is what the machine does with this fault and no other."""
     rated = [collective for collective, each in costs.items() if each]
-    header = ("kind", *_WIDEST, *(f"{name} alone" for name in rated))
+    header = ("kind", *_MAX_WIDTHS, *(f"{name} alone" for name in rated))
     rows = []
     cut = []
     for i, fault in enumerate(faults):
-        texts = dict(zip(_WIDEST, (fault.where, fault.state, fault.should_be), strict=True))
-        cells = [_short(text, _WIDEST[title]) for title, text in texts.items()]
+        texts = dict(zip(_MAX_WIDTHS, (fault.where, fault.state, fault.should_be), strict=True))
+        cells = [_shorten(text, _MAX_WIDTHS[title]) for title, text in texts.items()]
         rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
-        if any(len(printable(text)) > _WIDEST[title] for title, text in texts.items()):
+        if any(len(printable(text)) > _MAX_WIDTHS[title] for title, text in texts.items()):
             cut += textwrap.wrap(printable(f"{fault.kind}: {fault.text}"), 118, subsequent_indent="  ")
     return "\n".join([table(header, rows), *(["", *dict.fromkeys(cut)] if cut else [])])
 
 
-def _short(text: str, widest: int) -> str:
+def _shorten(text: str, widest: int) -> str:
     text = printable(text)
     return text if len(text) <= widest else f"{text[: widest - 1]}…"

@@ -1,4 +1,8 @@
-"""``topoplan compare``: packed trees against rings, on one allocation or on all of a machine."""
+"""Compare packed trees with rings for ``topoplan compare``, and two descriptions of a machine for ``topoplan diff``.
+
+``compare`` takes one allocation or all of a machine. ``diff`` lists what differs device by device and which difference
+changes the bound.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,35 @@ from dataclasses import replace
 from typing import cast
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster, add_in_network
-from topoplan.cli.damage_options import add_damage
+from topoplan.cli.machine_options import (
+    add_cluster_options,
+    add_fault_options,
+    add_in_network,
+    apply_cluster_options,
+)
 from topoplan.cli.output import (
-    WIDEST,
+    MAX_COLUMNS,
     check_plot,
     draw_plot,
-    listed_sets,
+    gpu_set_lines,
     print_csv,
     print_json,
     print_notes,
+    progress_line,
     table,
     terminal_width,
 )
-from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_machine
-from topoplan.compare import Comparison, compare, compare_all, format_table, summary, to_object
-from topoplan.compare.recommendation import MOST_SETS
-from topoplan.compare.servers import ServerCosts, WithoutServer, without_each_server
-from topoplan.compare.table import HEADS
+from topoplan.cli.sources import printable_machine, read_machine
 from topoplan.errors import UsageError
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.comparison import compare, compare_all
+from topoplan.operate.compare.costs import ServerCosts, WithoutServer, without_each_server
+from topoplan.operate.compare.differences import COLLECTIVES, Difference, Differences, differences
+from topoplan.operate.compare.recommendation import MOST_SETS
+from topoplan.operate.compare.table import HEADS, Comparison, format_table, summary, to_object
 from topoplan.plans.plan import check_collective
-from topoplan.topology import Topology
-from topoplan.units import name_ranges, number_ranges
+from topoplan.reading.load import load
+from topoplan.units import bus_factor, counted, name_ranges, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -60,16 +70,16 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster(parser)
+    add_cluster_options(parser)
     add_in_network(parser)
-    add_damage(parser)
+    add_fault_options(parser)
 
 
-LEFT_OUT = ("collective", "notes", "others", "allocations")
+OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
 """Keys of a row in JSON that are no column of comma-separated values, or the last one."""
 
 
-def _numbered(row: Comparison, inside: Sequence[int]) -> Comparison:
+def _renumber_row(row: Comparison, inside: Sequence[int]) -> Comparison:
     """A row of a part of a machine under the numbers of the whole."""
     named = tuple(tuple(inside[gpu] for gpu in gpus) for gpus in (row.gpus, *row.allocations))
     return replace(row, gpus=named[0], allocations=named[1:])
@@ -78,7 +88,7 @@ def _numbered(row: Comparison, inside: Sequence[int]) -> Comparison:
 def _print_rows(rows: Sequence[Comparison]) -> None:
     """The rows as comma-separated values, lists of GPUs as ranges."""
     made = cast("list[dict[str, object]]", to_object(rows)["rows"])
-    heads = [name for name in made[0] if name not in LEFT_OUT] if made else ["gpus"]
+    heads = [name for name in made[0] if name not in OMITTED_COLUMNS] if made else ["gpus"]
     print_csv(
         [
             {
@@ -116,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
                 most_listed=MOST_SETS,
                 progress=progress,
             )
-            rows = tuple(_numbered(row, inside) for row in found)
+            rows = tuple(_renumber_row(row, inside) for row in found)
         else:
             one = compare(
                 topology,
@@ -131,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
     title = f"{collective} on {topology.name}"
     if options.plot:
-        from topoplan.plot.bars import draw_comparison
+        from topoplan.operate.plot.charts import draw_comparison
 
         draw_plot(options, lambda: draw_comparison(rows, title=title))
     if options.all_allocations:
@@ -152,13 +162,13 @@ def run(options: argparse.Namespace) -> int:
         _print_rows(rows)
         return 0
     print(title)
-    print(format_table(rows, widest=terminal_width() or WIDEST))
+    print(format_table(rows, widest=terminal_width() or MAX_COLUMNS))
     if options.all_allocations:
         several = [row for row in rows if row.members > 1]
         if several:
             print()
         for row in several:
-            print(listed_sets(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members))
+            print(gpu_set_lines(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members))
         print()
         print(HEADS)
         print()
@@ -176,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_without(options: argparse.Namespace, collective: str) -> int:
-    given = arguments.first_given(
+    given = arguments.first_set_option(
         options, {"all_allocations": False, "root": None, "size": None, "plot": None}
     )
     if given:
@@ -200,7 +210,7 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
     rows = [("all", str(found.whole.gpus), f"{found.whole.rate:.4g}", f"{found.whole.bus:.4g}", "")]
     rows += [
         (
-            f"all but {_servers(row.servers)}",
+            f"all but {_server_words(row.servers)}",
             str(row.gpus),
             f"{row.rate:.4g}" if row.rate else "-",
             f"{row.bus:.4g}" if row.rate else "-",
@@ -219,7 +229,7 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
     if not found.slow:
         print("no server by itself holds the others back")
     notes = [
-        f"{_servers(row.servers) or 'all'}: {row.gap:.2%} below the bound"
+        f"{_server_words(row.servers) or 'all'}: {row.gap:.2%} below the bound"
         for row in (found.whole, *found.rows)
         if row.gap
     ]
@@ -227,7 +237,7 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
     return 0
 
 
-def _servers(names: Sequence[str]) -> str:
+def _server_words(names: Sequence[str]) -> str:
     """One of some servers that are alike."""
     return names[0] if len(names) == 1 else f"one of {', '.join(name_ranges(names))}" if names else ""
 
@@ -256,3 +266,156 @@ def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]
         "without": rows,
         "notes": list(topology.notes),
     }
+
+
+MAX_NAMED, MAX_NAMES_LENGTH = 4, 44
+"""Most devices or wires that a row names, and most characters of that."""
+
+_RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
+
+
+def add_diff_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``diff``."""
+    arguments.add_machine(parser)
+    parser.add_argument(
+        "other", metavar="TOPO2", help="the other description, B where TOPO is A; - for stdin"
+    )
+    arguments.add_json(parser)
+    add_cluster_options(parser)
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Compare two descriptions of a machine device by device; exit status 0 if they are equal, 1 if not.
+
+    Bounds are of allreduce and allgather on all GPUs; with --servers, of a cluster of the machine.
+    """
+    if options.topo == "-" and options.other == "-":
+        raise UsageError("stdin is read once; give one of the two a file")
+    if options.merge is not None:
+        raise UsageError(
+            "--merge changes one of the two; merge them with topoplan show TOPO --merge TOPO2 first"
+        )
+    first, second = _read_machines(options)
+    with progress_line("comparing"):
+        found = differences(first, second, placed=lambda machine: apply_cluster_options(options, machine))
+    size = len(apply_cluster_options(options, first).gpus), len(apply_cluster_options(options, second).gpus)
+    if options.json:
+        print_json(differences_to_object(found, size))
+    else:
+        _print_differences(
+            found, size, ["stdin" if one == "-" else one for one in (options.topo, options.other)]
+        )
+    return 1 if found.rows else 0
+
+
+def _read_machines(options: argparse.Namespace) -> tuple[Topology, Topology]:
+    """Both machines; rates are for whichever of them leaves them open."""
+    rates = {name: getattr(options, name) for name in _RATE_OPTIONS if getattr(options, name) is not None}
+    read = []
+    refused: list[UsageError] = []
+    for source in (options.topo, options.other):
+        try:
+            read.append(load(source, **rates))
+        except UsageError as error:
+            if not rates or source == "-":
+                raise
+            read.append(load(source))
+            refused.append(error)
+    if len(refused) == 2:
+        raise refused[0]
+    first, second = map(printable_machine, read)
+    return first, second
+
+
+def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, object]:
+    """The JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 where no path joins the GPUs."""
+    return {
+        "a": {
+            "machine": found.a.name,
+            "gpus": size[0],
+            "bound": dict(zip(COLLECTIVES, found.bounds_a, strict=True)),
+        },
+        "b": {
+            "machine": found.b.name,
+            "gpus": size[1],
+            "bound": dict(zip(COLLECTIVES, found.bounds_b, strict=True)),
+        },
+        "equal": not found.rows,
+        "differences": [
+            {
+                "what": row.what,
+                "names": list(row.names),
+                "a": row.a,
+                "b": row.b,
+                "bound": None if row.bounds is None else dict(zip(COLLECTIVES, row.bounds, strict=True)),
+                "changes_bound": found.changes(row),
+            }
+            for row in found.rows
+        ],
+    }
+
+
+MAX_NAME_LENGTH = 60
+"""Characters of a machine's name in the table; of a longer path the end."""
+
+
+def _print_differences(found: Differences, size: Sequence[int], names: Sequence[str]) -> None:
+    changing = sum(map(found.changes, found.rows))
+    summary = "no difference"
+    if found.rows:
+        by_itself = "changes the bound by itself" if changing < 2 else "change the bound by themselves"
+        summary = f"{counted(len(found.rows), 'difference')}, {changing or 'none'} of which {by_itself}"
+    print(summary)
+    print()
+    sides = [
+        (
+            side,
+            name if len(name) <= MAX_NAME_LENGTH else f"…{name[1 - MAX_NAME_LENGTH :]}",
+            str(gpus),
+            *_both_bandwidths(bounds, gpus),
+        )
+        for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
+    ]
+    heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]
+    print(table(("", "machine", "GPUs", *heads), sides))
+    if not found.rows:
+        return
+    print("\nwith one difference alone, A's bound is")
+    rows = [(row.what, _device_names(row), row.a, row.b, *_bound_change(found, row)) for row in found.rows]
+    print(table(("what", "which", "in A", "in B", *COLLECTIVES), rows))
+    notes = []
+    if any(row.what.startswith("bus id") for row in found.rows):
+        notes.append(
+            "NCCL finds GPUs and NICs of a topology file by bus id, and passes over those that it does not have"
+        )
+    if found.bounds_a != found.bounds_b and not changing:
+        notes.append("the bounds differ, and no difference by itself makes that: they do together")
+    print_notes(*notes)
+
+
+def _both_bandwidths(bounds: Sequence[float], gpus: int) -> list[str]:
+    """Algorithm and bus bandwidth of each collective."""
+    cells = []
+    for collective, rate in zip(COLLECTIVES, bounds, strict=True):
+        cells += [f"{rate:.4g}", f"{rate * bus_factor(collective, gpus):.4g}"] if rate else ["-", "-"]
+    return cells
+
+
+def _bound_change(found: Differences, row: Difference) -> list[str]:
+    if row.bounds is None or not found.changes(row):
+        return ["same"] * len(COLLECTIVES)
+    return [f"{rate:.4g}" if rate else "no path" for rate in row.bounds]
+
+
+def _device_names(row: Difference) -> str:
+    if not any("-" in name or ">" in name or " " in name for name in row.names):
+        short = ", ".join(name_ranges(row.names))
+        if len(short) <= MAX_NAMES_LENGTH:
+            return short
+    kept: list[str] = []
+    for name in row.names[:MAX_NAMED]:
+        if kept and len(", ".join([*kept, name])) > MAX_NAMES_LENGTH:
+            break
+        kept.append(name)
+    more = len(row.names) - len(kept)
+    return ", ".join(kept) + (f" and {more} more" if more else "")

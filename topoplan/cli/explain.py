@@ -1,44 +1,219 @@
-"""``topoplan explain``: logs of nccl-tests and of NCCL beside what the machine's wires allow."""
+"""Compare logs of nccl-tests and NCCL with what the machine's wires allow, ``topoplan explain``.
+
+With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for each algorithm.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster, add_in_network
-from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import print_csv, print_json, print_notes, printable, table
-from topoplan.cli.progress import progress_line
+from topoplan.cli.machine_options import (
+    RequestedMachine,
+    add_cluster_options,
+    add_fault_options,
+    add_in_network,
+)
+from topoplan.cli.output import (
+    check_target,
+    print_csv,
+    print_json,
+    print_notes,
+    printable,
+    progress_line,
+    table,
+    write_whole,
+)
 from topoplan.cli.sources import read_log, read_machine
-from topoplan.cli.tuner_logs import tune
-from topoplan.compare.measured import JudgedRow, JudgedRun, judge, nic_words
-from topoplan.compare.nccl_run import NcclRun, choice_lines, judge_nccl
-from topoplan.compare.reachable import LATENCY, Reachable, reachable
+from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.debug_log import parse_nccl_log, via_kind
-from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
-from topoplan.formats.nccl_logs.perf_runs import PerfRun
-from topoplan.hosts.gpu_identity import with_capable
-from topoplan.hosts.notes import warning
-from topoplan.in_network import fully_used
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.notes import warning
+from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.operate.compare.comparison import LATENCY, Attainable, attainable
+from topoplan.operate.compare.measured import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.operate.compare.nccl_run import NcclRun, choice_lines, judge_nccl
+from topoplan.operate.device_matching import gpus_of
 from topoplan.plans.plan import check_collective
-from topoplan.topology import Topology
+from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
+from topoplan.reading.nccl.perf_json import parse_perf_runs
+from topoplan.reading.nccl.perf_text import PerfRun
+from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, has, setting_of
 from topoplan.units import bus_words, counted, format_size, number_ranges
 
-HEAD = (
+MeasuredTimes = dict[str, dict[tuple[str, str], dict[int, float]]]
+"""Of a collective, of an algorithm and protocol, seconds by size."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledLog:
+    """A log and what it ran.
+
+    Parameters
+    ----------
+    label, path : str
+    algorithm, protocol : str
+        The protocol is empty where the label leaves it open.
+    runs : tuple of PerfRun
+    spoken : NcclLog or None
+    """
+
+    label: str
+    path: str
+    algorithm: str
+    protocol: str
+    runs: tuple[PerfRun, ...]
+    spoken: NcclLog | None
+
+
+def write_tuner_file(options: argparse.Namespace) -> int:
+    """Write what was fastest for each range of sizes, as NCCL's example tuner plugin reads it."""
+    check_target(options.output, "-o")
+    logs = [_read_labelled_log(part) for part in options.tune.split(",")]
+    machine = None if options.topo is None else read_machine(options)
+    expected = {} if machine is None else _model_expectations(options, machine)
+    notes: list[str] = []
+    times: MeasuredTimes = {}
+    shapes: dict[tuple[int, int], str] = {}
+    for log in logs:
+        for run in log.runs:
+            shapes.setdefault(_servers_and_ranks(run, log, machine), log.path)
+            _collect_times(times, log, run, options, expected, notes)
+    if len(shapes) > 1:
+        (one, first), (other, second), *_ = shapes.items()
+        raise UsageError(
+            f"{first} is of {one[1]} ranks on {one[0]} servers, {second} of {other[1]} on {other[0]}; tune one "
+            "communicator at a time"
+        )
+    if not shapes:
+        raise UsageError("the logs hold no run of nccl-tests; give what all_reduce_perf and its like printed")
+    ((servers, ranks),) = shapes
+    spoken = [one for log in logs if log.spoken for one in log.spoken.communicators if one.size == ranks]
+    rings = options.nccl_channels or max((one.channels or 0 for one in spoken), default=0)
+    nvls = options.nccl_channels or max((one.nvls_channels or 0 for one in spoken), default=0)
+    if not rings and expected:
+        rings = 2 * next(iter(expected.values()))[0].setting.channels
+    exported = measured_tuner(
+        times,
+        servers=servers,
+        ranks=ranks,
+        channels=known_channels(rings or None, nvls or None),
+        source=f"the times of {', '.join(log.label for log in logs)}",
+        others=model_ranges(expected),
+    )
+    notes += exported.notes
+    if options.output in (None, "-"):
+        sys.stdout.write(exported.text)
+        print_notes(*notes, file=sys.stderr)
+    else:
+        write_whole(options.output, exported.text)
+        print(f"written: {options.output}")
+        print_notes(*notes)
+    return 0
+
+
+def _read_labelled_log(part: str) -> LabelledLog:
+    label, equals, path = part.partition("=")
+    if not equals or not path:
+        raise UsageError(f"--tune {part[:60]!r} names no log; write ring=LOG, tree/ll=LOG or nvls=LOG")
+    algorithm, protocol = parse_label(label)
+    text = read_log(path)
+    runs = parse_perf_runs(text)
+    if not runs:
+        raise UsageError(f"{path} holds no run of nccl-tests; give what all_reduce_perf and its like printed")
+    return LabelledLog(label.strip(), path, algorithm, protocol, runs, parse_nccl_log(text))
+
+
+def _model_expectations(
+    options: argparse.Namespace, machine: RequestedMachine
+) -> dict[str, tuple[NcclExpectation, ...]]:
+    """What NCCL's model expects on the machine, which names the protocols that labels leave open."""
+    allocation = machine.whole.subset(machine.allocation(options.gpus))
+    here = setting_of(with_all_capabilities(allocation) if options.in_network is None else allocation)
+    return {collective: expectations(here, collective) for collective in COLLECTIVES}
+
+
+def _servers_and_ranks(run: PerfRun, log: LabelledLog, machine: RequestedMachine | None) -> tuple[int, int]:
+    """Servers and ranks of a run; without a machine every host is a server, which NVLink between hosts changes."""
+    ranks = [rank for rank in run.ranks if rank.group == run.ranks[0].group]
+    if not ranks:
+        raise UsageError(
+            f"{log.path}: the run from line {run.line} does not list its ranks; give the whole log"
+        )
+    if machine is None:
+        return len({rank.host for rank in ranks}), len(ranks)
+    names = machine.whole.gpus
+    on = {machine.whole.device(names[gpu]).server for gpu in gpus_of(ranks, machine.whole).values()}
+    return len(on), len(ranks)
+
+
+def _collect_times(
+    times: MeasuredTimes,
+    log: LabelledLog,
+    run: PerfRun,
+    options: argparse.Namespace,
+    expected: dict[str, tuple[NcclExpectation, ...]],
+    notes: list[str],
+) -> None:
+    """Add the times of a run; warnings of the log, and rows that say nothing, become notes."""
+    notes += [warning(f"{log.path}: {told}") for told in run.warnings]
+    named = run.collective or ("" if run.program or options.collective is None else options.collective)
+    if not named and not run.program:
+        raise UsageError(f"{log.path}: the run from line {run.line} does not name its test; add --collective")
+    collective = check_collective(named) if named else ""
+    if collective not in COLLECTIVES or not has(log.algorithm, collective):
+        what = collective or run.program
+        notes.append(
+            warning(f"{log.path}: NCCL has no {log.algorithm} for {what}; {len(run.rows)} rows left out")
+        )
+        return
+    for row in run.rows:
+        if not row.timing.wrong and row.size:
+            protocol = log.protocol or _open_protocol(log, collective, row.size, expected)
+            known = times.setdefault(collective, {}).setdefault((log.algorithm, protocol), {})
+            known[row.size] = min(row.timing.seconds, known.get(row.size, row.timing.seconds))
+
+
+def _open_protocol(
+    log: LabelledLog, collective: str, size: int, expected: dict[str, tuple[NcclExpectation, ...]]
+) -> str:
+    """The protocol of a size that the label leaves open: what NCCL said that it chose, or what its model chooses."""
+    function = collective.replace("_", "")
+    said = [
+        (choice.size, choice.protocol)
+        for one in (log.spoken.communicators if log.spoken else ())
+        for choice in one.choices
+        if choice.function.lower() == function and choice.algorithm == log.algorithm and choice.size <= size
+    ]
+    if said:
+        return max(said)[1]
+    own = [one for one in expected.get(collective, ()) if one.algorithm == log.algorithm]
+    if own:
+        return min(own, key=lambda one: one.seconds(size)).protocol
+    raise UsageError(
+        f"--tune {log.label}={log.path} leaves open which protocol ran at {format_size(size)}; write "
+        f"{log.label}/simple, /ll or /ll128, or add --machine for what NCCL's model chooses"
+    )
+
+
+COLUMN_HEADS = (
     *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
     *("model", "(us)", "of it"),
 )
 
-MODEL = (
+MODEL_NOTE = (
     "model: what NCCL's own model of time chooses at this size, and its time over the time that was measured"
 )
 
-ADDING = "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
+IN_NETWORK_NOTE = (
+    "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
+)
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -64,23 +239,23 @@ def add_options(parser: arguments.OneLineParser) -> None:
     tuning.add_argument("-o", dest="output", metavar="F.csv", help="with --tune: the file (default: stdout)")
     tuning.add_argument(
         "--nccl-channels",
-        type=arguments.whole(1, 64, "number of channels from 1 to 64"),
+        type=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
         metavar="N",
         help="with --tune: channels that NCCL has (default: what the logs or the machine say)",
     )
-    add_cluster(parser)
+    add_cluster_options(parser)
     add_in_network(parser)
-    add_damage(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
     if options.tune is not None:
-        given = arguments.first_given(options, {"json": False, "csv": False})
+        given = arguments.first_set_option(options, {"json": False, "csv": False})
         if options.log is not None or given:
             raise UsageError(f"--tune writes a file of its own logs; leave {given or 'LOG'} out")
-        return tune(options)
-    given = arguments.first_given(options, {"output": None, "nccl_channels": None})
+        return write_tuner_file(options)
+    given = arguments.first_set_option(options, {"output": None, "nccl_channels": None})
     if given:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
@@ -106,18 +281,18 @@ def run(options: argparse.Namespace) -> int:
     machine = read_machine(options)
     with progress_line("explaining") as progress:
         named = _with_models(machine.whole, runs)
-        whole = named if options.in_network is not None else fully_used(with_capable(named))
+        whole = named if options.in_network is not None else with_all_capabilities(with_capable(named))
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
     if options.json:
         print_json(_object(judged, nccl, machine))
     elif options.csv:
-        print_csv([_flat(row.to_object()) for one in judged for row in one.rows])
+        print_csv([_flatten_row(row.to_object()) for one in judged for row in one.rows])
     else:
-        parts = [_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
+        parts = [_run_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
         print("\n\n".join("\n".join(lines) for lines in parts))
-        adding = [] if whole == named else [ADDING]
+        adding = [] if whole == named else [IN_NETWORK_NOTE]
         print_notes(*adding, *machine.whole.notes)
     return 0
 
@@ -136,7 +311,7 @@ def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
 
 def judge_runs(
     runs: Sequence[PerfRun],
-    machine: Machine,
+    machine: RequestedMachine,
     whole: Topology,
     gpus: tuple[int, ...] | None,
     collective: str | None,
@@ -145,16 +320,18 @@ def judge_runs(
     """Every run beside what its GPUs can reach; each collective on each allocation is worked out once."""
 
     @cache
-    def reach(known: str, gpus: tuple[int, ...], root: int | None) -> Reachable:
+    def reach(known: str, gpus: tuple[int, ...], root: int | None) -> Attainable:
         if progress:
             progress(f"{known} on {counted(len(gpus), 'GPU')} …")
-        return reachable(whole, known, gpus=machine.allocation(gpus), root=root)
+        return attainable(whole, known, gpus=machine.allocation(gpus), root=root)
 
     named = machine.allocation(gpus)
     return [judge(run, whole, reach, gpus=named, collective=collective) for run in runs]
 
 
-def _object(judged: Sequence[JudgedRun], nccl: NcclRun | None, machine: Machine) -> dict[str, object]:
+def _object(
+    judged: Sequence[JudgedRun], nccl: NcclRun | None, machine: RequestedMachine
+) -> dict[str, object]:
     return {
         "machine": machine.whole.name,
         "rows": [row.to_object() for one in judged for row in one.rows],
@@ -175,7 +352,7 @@ def _object(judged: Sequence[JudgedRun], nccl: NcclRun | None, machine: Machine)
     }
 
 
-def _reference(found: Reachable) -> dict[str, object]:
+def _reference(found: Attainable) -> dict[str, object]:
     return {
         "collective": found.collective,
         "nccl": [{"schedule": name, "rate": rate} for name, rate in found.nccl],
@@ -186,7 +363,7 @@ def _reference(found: Reachable) -> dict[str, object]:
     }
 
 
-def _flat(row: dict[str, object]) -> dict[str, object]:
+def _flatten_row(row: dict[str, object]) -> dict[str, object]:
     """A row without objects in it: their keys stand beside the others, behind the name of the object."""
     empty = {
         "in_place": ("time", "algbw", "busbw", "wrong"),
@@ -199,14 +376,14 @@ def _flat(row: dict[str, object]) -> dict[str, object]:
     return flat
 
 
-def _lines(one: JudgedRun, machine: Machine) -> list[str]:
+def _run_lines(one: JudgedRun, machine: RequestedMachine) -> list[str]:
     """A run for a person."""
-    lines = [_title(one, machine)]
+    lines = [_run_title(one, machine)]
     for found in one.references:
         lines += _reference_lines(found)
     if one.rows:
-        lines += ["", table(HEAD, [_cells(row) for row in one.rows])]
-        lines += [MODEL, ""] if any(row.expected for row in one.rows) else [""]
+        lines += ["", table(COLUMN_HEADS, [_row_cells(row) for row in one.rows])]
+        lines += [MODEL_NOTE, ""] if any(row.expected for row in one.rows) else [""]
     lines += [_verdict(one)] if one.references else []
     lines += [words.replace(": ", ":\n       ", 1) for _, words in _nic_sentences(one)][-1:]
     lines += [printable(warning(words)) for words in one.warnings]
@@ -245,7 +422,7 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
     return lines
 
 
-def _title(one: JudgedRun, machine: Machine) -> str:
+def _run_title(one: JudgedRun, machine: RequestedMachine) -> str:
     what = one.rows[0].collective if one.rows else one.run.program or "no rows"
     by = "topoplan bench" if one.run.program == "bench" else "nccl-tests"
     ran = f", {one.run.schedule}" if one.run.schedule else ""
@@ -255,7 +432,7 @@ def _title(one: JudgedRun, machine: Machine) -> str:
     return f"{what} of {counted(len(one.gpus), 'rank')} by {by}{ran}, on {where}"
 
 
-def _reference_lines(found: Reachable) -> list[str]:
+def _reference_lines(found: Attainable) -> list[str]:
     """What NCCL and any schedule can, in algorithm and bus bandwidth."""
 
     def both(rate: float) -> str:
@@ -277,7 +454,7 @@ def _reference_lines(found: Reachable) -> list[str]:
     ]
 
 
-def _cells(row: JudgedRow) -> tuple[str, ...]:
+def _row_cells(row: JudgedRow) -> tuple[str, ...]:
     inside, expected = row.row.in_place if row.row.out_of_place else None, row.expected
     return (
         format_size(row.row.size),

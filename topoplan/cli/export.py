@@ -1,4 +1,4 @@
-"""``topoplan export``: a plan or a machine as a file for another program."""
+"""Write a plan or a machine as a file for another program (``export``) or as one HTML page (``report``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from pathlib import Path
 from shlex import quote
 
 from topoplan.cli import arguments
-from topoplan.cli.damage_options import add_damage, damaged, overlaid
-from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
-from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_plan_or_machine
+from topoplan.cli.machine_options import (
+    add_cluster_options,
+    add_fault_options,
+    add_in_network,
+    apply_faults,
+    apply_overlay,
+)
+from topoplan.cli.output import check_target, plan_notes, print_notes, progress_line, write_whole
+from topoplan.cli.sources import read_machine, read_plan_or_machine
+from topoplan.engines.exported import Choices, Exported, one_server
+from topoplan.engines.msccl_write import RUNTIMES
+from topoplan.engines.nccl.identities import BUS_ID_QUERY, parse_bus_ids, with_bus_ids
+from topoplan.engines.registry import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.errors import TopologyError, UsageError
-from topoplan.export.exported import Choices, Exported, one_server
-from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan, how_to_use
-from topoplan.export.msccl.emit import RUNTIMES
-from topoplan.export.nccl.given_bus_ids import QUERY, parse_bus_ids, with_bus_ids
-from topoplan.formats.load import read_text
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.reading.load import read_text
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -33,7 +38,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--bus-ids",
         metavar="FILE",
-        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: what {QUERY} prints",
+        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: what {BUS_ID_QUERY} prints",
     )
     engine = parser.add_argument_group("files of engines")
     engine.add_argument(
@@ -41,13 +46,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     engine.add_argument(
         "--max-blocks",
-        type=arguments.whole(1, 1024, "number of thread blocks from 1 to 1024"),
+        type=arguments.whole_number(1, 1024, "number of thread blocks from 1 to 1024"),
         metavar="B",
         help="most thread blocks of a GPU",
     )
     engine.add_argument(
         "--chunks",
-        type=arguments.whole(1, 1 << 20, "number of chunks above zero"),
+        type=arguments.whole_number(1, 1 << 20, "number of chunks above zero"),
         metavar="C",
         help="chunks of the buffer (default: as the shares need, or within 1 %% of the rate)",
     )
@@ -62,7 +67,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     engine.add_argument(
         "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
     )
-    add_damage(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
     check_format(options.to)
     check_target(options.output, "-o")
     with progress_line("exporting"):
-        exported, told = _export(options)
-    notes = (*told, *exported.notes, *_use(options))
+        exported, told = _export_file(options)
+    notes = (*told, *exported.notes, *_usage_lines(options))
     if exported.files:
         if options.output in (None, "-"):
             raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
@@ -93,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
+def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """The file, and what there is to say of what it was made from."""
     if options.bus_ids is not None and options.to != "nccl-topo":
         raise UsageError(f"--bus-ids goes with --to nccl-topo; {options.to} has none")
@@ -102,28 +107,28 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     source = read_plan_or_machine(options)
     choices = _choices(options)
     if isinstance(source, Topology):
-        machine = damaged(options, overlaid(options, source))
+        machine = apply_faults(options, apply_overlay(options, source))
         allocation = machine.whole.subset(machine.allocation(options.gpus))
         if options.bus_ids is not None:
-            allocation = _identified(allocation, options)
+            allocation = _with_bus_ids(allocation, options)
         return export_machine(allocation, options.to, server=options.server), allocation.notes
     if options.bus_ids is not None:
         plan = source.plans[0]
-        source = replace(plan, topology=_identified(plan.topology, options))
+        source = replace(plan, topology=_with_bus_ids(plan.topology, options))
     return export_plan(source, options.to, choices), tuple(plan_notes(source))
 
 
-def _identified(machine: Topology, options: argparse.Namespace) -> Topology:
+def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
     """The server that is exported, with the bus ids of a file."""
     path: str = options.bus_ids
     try:
-        known = parse_bus_ids(read_text(path, f"save what {QUERY} prints"))
+        known = parse_bus_ids(read_text(path, f"save what {BUS_ID_QUERY} prints"))
         return with_bus_ids(one_server(machine, options.server, "a topology file of NCCL"), known)
     except (UsageError, TopologyError) as error:
         raise UsageError(f"--bus-ids {path}: {error}") from None
 
 
-def _use(options: argparse.Namespace) -> tuple[str, ...]:
+def _usage_lines(options: argparse.Namespace) -> tuple[str, ...]:
     """How to have the file used."""
     if options.output in (None, "-"):
         return how_to_use(options.to, _choices(options))
@@ -144,3 +149,54 @@ def _choices(options: argparse.Namespace) -> Choices:
         protocol=options.protocol,
         runtime=options.runtime,
     )
+
+
+def add_report_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``report``."""
+    arguments.add_machine(parser)
+    parser.add_argument(
+        "-o",
+        dest="output",
+        metavar="F.html",
+        help="write the page there; - prints it (needed: there is no default)",
+    )
+    arguments.add_allocation(parser)
+    arguments.add_collective(parser)
+    arguments.add_root(parser)
+    parser.add_argument(
+        "--channels",
+        default="auto",
+        metavar="CH",
+        help="what the trees run over, as for plan (default: auto)",
+    )
+    arguments.add_sizes(parser, "1KB:1GB")
+    add_cluster_options(parser)
+    add_in_network(parser)
+    add_fault_options(parser)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
+    if options.output is None:
+        raise UsageError("say where the page goes with -o, such as -o report.html")
+    check_target(options.output, "-o")
+    machine = read_machine(options)
+    from topoplan.operate.plot.page import report_page
+
+    with progress_line("reporting") as progress:
+        page = report_page(
+            machine.whole,
+            options.collective,
+            gpus=machine.allocation(options.gpus),
+            free=machine.left if options.without_gpu else None,
+            root=options.root,
+            channels=options.channels,
+            sizes=options.sizes,
+            progress=progress,
+        )
+    if options.output == "-":
+        print(page, end="")
+        return 0
+    write_whole(options.output, page)
+    print(f"written: {options.output}")
+    return 0

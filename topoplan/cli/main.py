@@ -1,14 +1,18 @@
-"""``topoplan``: which command is meant, and what becomes of errors.
+"""Choose the command of ``topoplan``, run it, and turn errors into exit statuses; complete commands in shells.
 
-Exit status: 0 success, 1 a check or a running collective that failed, 2 bad usage or bad input. Every error is one
-line on stderr.
+Exit status: 0 success, 1 a check or a running collective that failed, 2 bad usage or bad input. Every error is one line
+on stderr. Installed packages add commands and explanations of a plan by entry points; `collectives` adds ``bench``,
+``testbed``, ``calibrate`` and the text of ``plan --explain``, and is not imported by name. The script of ``topoplan
+completion`` is made by shtab from the parsers of all commands, those of installed packages included.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,15 +20,112 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import pairwise
-from typing import cast
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
-from topoplan.cli.entry_points import COMMANDS as GROUP
-from topoplan.cli.entry_points import Command
 from topoplan.cli.output import WrappedText, print_error, terminal_width
 from topoplan.errors import BackendError, TopoplanError, UsageError
-from topoplan.offers import offered
+from topoplan.plans.plan import Plan
+from topoplan.plugins import plugin_loaders
+from topoplan.reading.load import library
+
+SHELLS = ("bash", "zsh")
+
+_MACHINES = {
+    "bash": '_topoplan_machines() {{ compgen -W \'{names}\' -- "$1"; compgen -f -- "$1"; }}',
+    "zsh": "_topoplan_machines() {{ compadd {names}; _files }}",
+}
+"""What completes a machine: a name of the library, or a file."""
+
+_MACHINE = re.compile(r"(.*\|)?TOPO2?")
+_FILE = re.compile(r"(.*\|)?(F|F\.\w+|FILE|LOG|PLAN\.json)")
+"""How arguments that are machines or files are called in the help."""
+
+
+def add_completion_options(parser: OneLineParser) -> None:
+    """Add the options of ``completion``."""
+    parser.add_argument("shell", metavar="SHELL", help=" or ".join(SHELLS))
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    """Print the completions of a shell: eval "$(topoplan completion bash)" in .bashrc, a file in fpath for zsh."""
+    shell = options.shell
+    if shell not in SHELLS:
+        raise UsageError(f"shell {shell[:40]!r} is not completed; use {' or '.join(SHELLS)}")
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError('completions are made by shtab: pip install "topoplan[completion]"') from None
+    every: OneLineParser = options.every
+    _complete_files(every)
+    preamble = _MACHINES[shell].format(names=" ".join(library()))
+    sys.stdout.write(shtab.complete(every, shell=shell, root_prefix="topoplan", preamble=preamble))
+    return 0
+
+
+def _complete_files(parser: argparse.ArgumentParser) -> None:
+    """Say of every argument that is a machine or a file how it is completed."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _complete_files(below)
+        elif _MACHINE.fullmatch(str(action.metavar)):
+            action.complete = dict.fromkeys(SHELLS, "_topoplan_machines")  # type: ignore[attr-defined]
+        elif _FILE.fullmatch(str(action.metavar)):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+COMMAND_GROUP = "topoplan.commands"
+"""Group of modules that are a `CommandModule` each, by name."""
+
+EXPLANATION_GROUP = "topoplan.explanations"
+"""Group of functions of a `Plan` that return an `PlanExplanation`; the name is its key in JSON."""
+
+
+class CommandModule(Protocol):
+    """What the module of a command offers."""
+
+    LINE: str
+    """Its line of help."""
+
+    def add_options(self, parser: OneLineParser) -> None:
+        """Add arguments and options."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it and return the exit status; the docstring is the command's description."""
+
+
+class PlanExplanation(Protocol):
+    """Something to say about a plan."""
+
+    def lines(self) -> Sequence[str]:
+        """For a person."""
+
+    def to_object(self) -> dict[str, object]:
+        """For JSON."""
+
+
+def plan_explanations(plan: Plan) -> dict[str, PlanExplanation]:
+    """All that installed packages say about a plan.
+
+    Raises
+    ------
+    UsageError
+        None of them says anything, or not of this plan.
+    """
+    found = {name: load()(plan) for name, load in plugin_loaders(EXPLANATION_GROUP).items()}
+    if not found:
+        raise UsageError(
+            f"no installed package explains how a plan runs (entry points {EXPLANATION_GROUP}): install topoplan "
+            "again, "
+            "or leave out --explain"
+        )
+    return found
+
 
 COMPLETION = "completion"
 
@@ -47,16 +148,19 @@ COMMANDS = {
     COMPLETION: "what makes a shell complete these commands",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
-come with installed packages (`topoplan.cli.entry_points`)."""
+come with installed packages (`topoplan.cli.main`)."""
 
-ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+SHARED_MODULES = {"list": "show", "probe": "show", "diff": "compare", "report": "export", COMPLETION: "main"}
+"""Commands in the module of another one, where they are ``run_<name>`` and ``add_<name>_options``."""
+
+SIGNAL_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 """Signals that end a command in order: what it has started ends, and its temporary files are removed. The exit status
 is as shells give it, 128 + the signal."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after Ctrl-C."""
 
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """What launchers set in the environment of a rank, which has started nothing and ends at once."""
 
 
@@ -65,11 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    with _ending_in_order():
-        return _shown(given)
+    with _terminating_cleanly():
+        return _run_wrapped(given)
 
 
-def _shown(given: list[str]) -> int:
+def _run_wrapped(given: list[str]) -> int:
     """Run a command with its output in lines of the terminal's width, where a person reads it."""
     words = {word.split("=")[0] for word in given}
     whole = {"--json", "--csv", "--format", "export", COMPLETION} & words or ("-o", "-") in pairwise(given)
@@ -77,14 +181,16 @@ def _shown(given: list[str]) -> int:
     if width is not None and not whole:
         # What is read by a person; what another program reads keeps its lines.
         with contextlib.redirect_stdout(WrappedText(sys.stdout, width)):
-            return _main(given)
-    return _main(given)
+            return _run_and_report(given)
+    return _run_and_report(given)
 
 
-def _main(given: list[str]) -> int:
+def _run_and_report(given: list[str]) -> int:
     name = next((word for word in given if not word.startswith("-")), "")
     own = name in COMMANDS and name != COMPLETION
-    others = {} if own else {n: load for n, load in offered(GROUP).items() if n not in COMMANDS}
+    others = (
+        {} if own else {n: load for n, load in plugin_loaders(COMMAND_GROUP).items() if n not in COMMANDS}
+    )
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     try:
         status = _run(given, name, others)
@@ -92,30 +198,34 @@ def _main(given: list[str]) -> int:
             sys.stdout.flush()
         return status
     except BackendError as error:
-        return _failed(prefix, str(error), status=1)
+        return _report_failure(prefix, str(error), status=1)
     except TopoplanError as error:
-        return _failed(prefix, str(error))
+        return _report_failure(prefix, str(error))
     except MemoryError:
-        return _failed(prefix, "not enough memory; choose a smaller machine or smaller sizes")
+        return _report_failure(prefix, "not enough memory; choose a smaller machine or smaller sizes")
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
         _abandon_stdout()
         return 0
     except OSError as error:
         _abandon_stdout()
-        return _failed(prefix, f"{error.strerror or error}; look at where the output goes")
+        return _report_failure(prefix, f"{error.strerror or error}; look at where the output goes")
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
         with contextlib.suppress(OSError):  # a terminal that has gone
-            print(f"{prefix}: {ENDS[number]}", file=sys.stderr)
+            print(f"{prefix}: {SIGNAL_WORDS[number]}", file=sys.stderr)
         return 128 + number
 
 
 @contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` with its number inside for a signal of `ENDS` that would end the process; once."""
+def _terminating_cleanly() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` with its number inside for a signal of `SIGNAL_WORDS` that would end the process;
+    once.
+    """
     numbers = [signal.SIGTERM, signal.SIGHUP]
-    if threading.current_thread() is not threading.main_thread() or any(name in os.environ for name in RANKS):
+    if threading.current_thread() is not threading.main_thread() or any(
+        name in os.environ for name in RANK_VARIABLES
+    ):
         numbers = []
     before = {number: signal.getsignal(number) for number in numbers}
     taken = [number for number, handler in before.items() if handler is signal.SIG_DFL]
@@ -134,7 +244,7 @@ def _ending_in_order() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Command]]) -> int:
+def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], CommandModule]]) -> int:
     top = OneLineParser(
         prog="topoplan",
         description="Plan collective communication from a machine's wires, prove how good the plan is, and run it.",
@@ -145,10 +255,10 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
         commands.add_parser(known, help=line)
     asked = {"-h", "--help", "--version"} & set(given)
     if name not in COMMANDS and name not in others and not asked:
-        raise UsageError(_no_command(name, (*COMMANDS, *others)))
+        raise UsageError(_unknown_command(name, (*COMMANDS, *others)))
     listed = name not in others and bool(asked - {"--version"})
     for known, load in others.items():
-        commands.add_parser(known, help=_line(load) if listed or name == COMPLETION else "")
+        commands.add_parser(known, help=_help_line(load) if listed or name == COMPLETION else "")
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
         if name == COMPLETION:
@@ -169,12 +279,18 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     return _load(name, others).run(options)
 
 
-def _load(name: str, others: Mapping[str, Callable[[], Command]]) -> Command:
+def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:
     """The module of a command."""
-    return others[name]() if name in others else cast("Command", import_module(f"topoplan.cli.{name}"))
+    if name in others:
+        return others[name]()
+    module = import_module(f"topoplan.cli.{SHARED_MODULES.get(name, name)}")
+    if name not in SHARED_MODULES:
+        return cast("CommandModule", module)
+    parts = {"add_options": getattr(module, f"add_{name}_options"), "run": getattr(module, f"run_{name}")}
+    return cast("CommandModule", SimpleNamespace(**parts))
 
 
-def _line(load: Callable[[], Command]) -> str:
+def _help_line(load: Callable[[], CommandModule]) -> str:
     """The line of help of a command; of one that cannot be loaded, why."""
     try:
         line = load().LINE
@@ -183,13 +299,13 @@ def _line(load: Callable[[], Command]) -> str:
     return line.replace("%", "%%")
 
 
-def _no_command(name: str, known: Sequence[str]) -> str:
+def _unknown_command(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     return f"command {name!r} is unknown; {hint}" if name else f"no command is given; {hint}"
 
 
-def _failed(prefix: str, message: str, *, status: int = 2) -> int:
+def _report_failure(prefix: str, message: str, *, status: int = 2) -> int:
     print_error(f"{prefix}: error", message)
     return status
 

@@ -1,4 +1,7 @@
-"""``topoplan order``: which rank goes on which GPU and node, so that rings, trees or the axes of a mesh are fast."""
+"""Place ranks on GPUs and nodes for ``topoplan order``, so that rings, trees or the axes of a mesh are fast.
+
+The tables and the JSON object state rates before and after, what is proved, and the placement of each rank.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,290 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.cli import arguments
-from topoplan.cli.arguments import first_given
-from topoplan.cli.cluster_options import add_cluster
-from topoplan.cli.damage_options import Machine, add_damage, damaged, overlaid
-from topoplan.cli.order_table import Answer, order_object, print_mesh, print_order
-from topoplan.cli.output import check_target, print_json, print_notes, write_whole
+from topoplan.cli.arguments import first_set_option
+from topoplan.cli.machine_options import (
+    RequestedMachine,
+    add_cluster_options,
+    add_fault_options,
+    apply_faults,
+    apply_overlay,
+)
+from topoplan.cli.output import check_target, print_json, print_notes, progress_line, table, write_whole
 from topoplan.cli.plan_mesh import add_options as add_mesh
-from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import host_names, read_machine
-from topoplan.clusters.domains import domain
-from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import UsageError
-from topoplan.formats.load import load, load_network
-from topoplan.ordering.launch_files import LAUNCH_FILES, hosts_of, seats, usage
-from topoplan.ordering.mesh_axes import PRESETS, MeshOrder, best_mesh, preset_weights
-from topoplan.ordering.search import RankOrder, best_order
+from topoplan.machine.fabric import channel_words, usable_fabric
+from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes, domain
+from topoplan.operate.launch_files import LAUNCH_FILES, RankPlacement, hosts_of, rank_placements, usage
+from topoplan.operate.link_loads import OrderRates
+from topoplan.operate.mesh_placement import PRESETS, MeshOrder, MeshPlacement, best_mesh, preset_weights
+from topoplan.operate.rank_order import ENUMERATED, RankOrder, best_order
 from topoplan.plans.plan import COLLECTIVES, check_collective
+from topoplan.reading.load import load, load_network
+from topoplan.reading.slurm import fold_hostlist
+from topoplan.units import bus_factor, bus_words, counted, number_ranges
+
+MAX_PLACEMENTS = 12
+"""Placements that are listed."""
+
+MAX_LIST_COLUMNS = 110
+"""Characters of a list that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAnswer:
+    """Who sits where.
+
+    Parameters
+    ----------
+    machine : Machine
+    gpus : tuple of int
+        Numbers of the GPUs that are ranks, ascending.
+    given, found : tuple of Seat
+        Of every rank, as given and in the best order.
+    order : tuple of int
+        The GPU of every rank in the best order.
+    collective : str
+    """
+
+    machine: RequestedMachine
+    gpus: tuple[int, ...]
+    given: tuple[RankPlacement, ...]
+    found: tuple[RankPlacement, ...]
+    order: tuple[int, ...]
+    collective: str
+
+    @property
+    def hosts(self) -> list[str]:
+        """Hosts in the order in which their first ranks come."""
+        return list(dict.fromkeys(seat.host for seat in self.found))
+
+
+def print_order(answer: OrderAnswer, ranked: RankOrder) -> None:
+    """Rates as given and in the best order, and its hosts and GPUs."""
+    channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
+    print(
+        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
+        f"{answer.collective} on {answer.machine.whole.name}, over {channel_words(channels)}"
+    )
+    print()
+    rows = []
+    for name, before, after in _rate_pairs(answer, ranked):
+        gain = f"{after[0] / before[0]:.2f}x" if before[0] else "-"
+        rows.append((name, *(f"{rate:.6g}" if rate else "-" for rate in (*before, *after)), gain))
+    print(table(("", "algbw as given", "busbw", "algbw in this order", "busbw", "gain"), rows))
+    print()
+    bound = float(ranked.bound)
+    if ranked.proof == ENUMERATED:
+        print("ring    optimal among all orders: every one was tried")
+    elif ranked.proof:
+        print(
+            f"ring    optimal among all orders: no ring of any order exceeds {bound:.6g} GB/s of bus bandwidth, proved"
+        )
+    else:
+        gap = float(1 - ranked.after.ring / ranked.bound)
+        print(
+            f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
+        )
+    if ranked.after.tree is None:
+        print("NCCL    lays rings of its own inside a server, several at once: topoplan compare has them")
+    crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
+    if any(crossed):
+        print(
+            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times "
+            "in this order"
+        )
+    if ranked.ranks == ranked.given:
+        print("order   as given: none that was tried is better")
+    _print_placement(answer)
+
+
+RatePair = tuple[float, float]
+"""Algorithm and bus bandwidth in GB/s."""
+
+
+def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RatePair, RatePair]]:
+    """What ring and tree do as given and as found."""
+    factor = bus_factor(answer.collective, len(answer.order))
+    buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
+    rings: list[RatePair] = [(bus / factor if factor else 0.0, bus) for bus in buses]
+    rows = [("ring", rings[0], rings[1])]
+    if answer.collective == "allreduce" and ranked.after.tree is not None:
+        algorithms = [float(rates.tree or 0) for rates in (ranked.before, ranked.after)]
+        trees: list[RatePair] = [(rate, rate * factor) for rate in algorithms]
+        rows.append(("tree", trees[0], trees[1]))
+    return rows
+
+
+def _print_placement(answer: OrderAnswer) -> None:
+    print(f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}")
+    taken: dict[str, list[int]] = {}
+    for seat in answer.found:
+        taken.setdefault(seat.host, []).append(seat.slot)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for host, slots in taken.items():
+        alike.setdefault(tuple(slots), []).append(host)
+    for places, names in list(alike.items())[:4]:
+        where = "every host" if len(alike) == 1 else _shorten_list(fold_hostlist(names), 40)
+        if len(alike) > 1 or list(places) != list(range(len(places))):
+            told = number_ranges(places)
+            print(f"GPUs    {_shorten_list(told, 60)} on {where}")
+    if len(alike) > 4:
+        print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
+
+
+def _shorten_list(text: str, most: int) -> str:
+    """A list of which so many characters are shown; --json has all."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def print_mesh_order(answer: OrderAnswer, ranked: MeshOrder) -> None:
+    """The placements of a mesh with their rates, and where each axis lies in the best one."""
+    axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
+    print(
+        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
+        f"{answer.collective} on {answer.machine.whole.name}"
+    )
+    words = [word for word, _ in ranked.levels]
+    weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
+    print(f"weights {weights}: how fast the axes are to be in proportion (--axes)")
+    told = " x ".join(f"{size} {word}" for word, size in ranked.levels)
+    print(f"levels  {told}; below, the extent of every axis on each")
+    print()
+    header = (
+        "ranks",
+        *(name for name, _ in ranked.axes),
+        *(f"{name} alone" for name, _ in ranked.weights),
+        "rings at once",
+        "trees at once",
+    )
+    rows = [_placement_row("as given", ranked, ranked.given)]
+    for number, one in enumerate(ranked.placements[:MAX_PLACEMENTS], 1):
+        rows.append(_placement_row(f"{number}", ranked, one))
+    print(table(header, rows))
+    if len(ranked.placements) > MAX_PLACEMENTS:
+        print(f"and {len(ranked.placements) - MAX_PLACEMENTS} slower ones; --json has all")
+    print()
+    print("GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running")
+    best = ranked.best
+    if best.ranks == ranked.given.ranks:
+        print("order   as given: no placement that was tried is faster")
+    for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
+        if extent > 1:
+            print(
+                f"{name:<7} {_axis_extent(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}"
+            )
+    if best.nested:
+        print(
+            f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
+        )
+    if best.packed is not None:
+        proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
+        print(f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})")
+    _print_placement(answer)
+
+
+def _rate_alone(ranked: MeshOrder, best: MeshPlacement, name: str, collective: str) -> str:
+    for (axis, weight), alone in zip(ranked.weights, best.alone, strict=True):
+        if axis == name:
+            ranks = dict(ranked.axes)[axis]
+            rates = [float(alone), float(best.together * weight)]
+            return ": " + "; ".join(
+                f"{word} {rate:.6g} GB/s{bus_words(rate, collective, ranks)}"
+                for word, rate in zip(("rings alone", "at once"), rates, strict=True)
+            )
+    return ""
+
+
+def _axis_extent(parts: Sequence[int], words: Sequence[str]) -> str:
+    """Where an axis lies.
+
+    Examples
+    --------
+    >>> _axis_extent((2, 4), ["in a server", "across"]), _axis_extent((1, 4), ["in a server", "across"])
+    ('2 in a server x 4 across', '4 across')
+    """
+    told = [f"{part} {word}" for part, word in zip(parts, words, strict=True) if part > 1]
+    return " x ".join(told) or "-"
+
+
+def _placement_row(name: str, ranked: MeshOrder, one: MeshPlacement) -> tuple[str, ...]:
+    depth = {axis: f"nested {place + 1}" for place, axis in enumerate(one.nested)}
+    lies = ["x".join(map(str, parts)) for parts in one.factors]
+    lies = lies or [depth.get(axis, "-") for axis, _ in ranked.axes]
+    rates = [*one.alone, one.together]
+    return (
+        name,
+        *lies,
+        *(f"{float(rate):.6g}" if rate else "-" for rate in rates),
+        "-" if one.packed is None else f"{one.packed:.6g}",
+    )
+
+
+def order_object(
+    answer: OrderAnswer, ranked: RankOrder | MeshOrder, given: Sequence[int]
+) -> dict[str, object]:
+    """The answer as a JSON object."""
+    names = answer.machine.whole.gpus
+    found: dict[str, object] = {
+        "collective": answer.collective,
+        "order": list(answer.order),
+        "gpus": [names[gpu] for gpu in answer.order],
+        "nodes": answer.hosts,
+        "ranks": [{"host": seat.host, "slot": seat.slot} for seat in answer.found],
+        "given": {"order": list(given), "nodes": list(dict.fromkeys(seat.host for seat in answer.given))},
+    }
+    if isinstance(ranked, MeshOrder):
+        found["mesh"] = dict(ranked.axes)
+        found["weights"] = {name: str(weight) for name, weight in ranked.weights}
+        found["levels"] = [[word, size] for word, size in ranked.levels]
+        found["before"] = _placement_object(ranked, ranked.given, answer.collective)
+        found["after"] = _placement_object(ranked, ranked.best, answer.collective)
+        found["placements"] = [_placement_object(ranked, one, answer.collective) for one in ranked.placements]
+        return found
+    factor = bus_factor(answer.collective, len(answer.order))
+    rows = _rate_pairs(answer, ranked)
+    for key, side, rates in (("before", 1, ranked.before), ("after", 2, ranked.after)):
+        found[key] = _rates_object(rows, side, rates)
+    bound = float(ranked.bound)
+    found["bound"] = {"algbw": bound / factor if factor else 0.0, "busbw": bound}
+    found["optimal"] = bool(ranked.proof)
+    found["proof"] = ranked.proof
+    return found
+
+
+def _rates_object(
+    rows: Sequence[tuple[str, RatePair, RatePair]], side: int, rates: OrderRates
+) -> dict[str, object]:
+    found: dict[str, object] = {"ring": None, "tree": None}
+    for row in rows:
+        algbw, busbw = row[1] if side == 1 else row[2]
+        found[row[0]] = {"algbw": algbw, "busbw": busbw}
+    found["between_servers"] = rates.between_servers
+    found["between_switches"] = float(rates.between_switches)
+    return found
+
+
+def _placement_object(ranked: MeshOrder, one: MeshPlacement, collective: str) -> dict[str, object]:
+    def rate(algbw: Fraction, axis: str) -> dict[str, float]:
+        factor = bus_factor(collective, dict(ranked.axes)[axis])
+        return {"algbw": float(algbw), "busbw": float(algbw) * factor}
+
+    return {
+        "lies": {name: list(parts) for (name, _), parts in zip(ranked.axes, one.factors, strict=False)},
+        "nested": list(one.nested),
+        "alone": {
+            name: rate(alone, name) for (name, _), alone in zip(ranked.weights, one.alone, strict=True)
+        },
+        "together": {name: rate(one.together * weight, name) for name, weight in ranked.weights},
+        "trees_together": one.packed,
+        "trees_optimal": one.proved,
+    }
+
 
 FORMATS = (*LAUNCH_FILES, "json")
 
@@ -75,8 +342,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
     arguments.add_json(parser)
-    add_cluster(parser)
-    add_damage(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,7 +360,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"rings and trees do not do {collective}; use one of {', '.join(COLLECTIVES)}")
     machine, names, network = _machine(options)
     gpus = machine.allocation(options.gpus)
-    listed = tuple(gpu for gpu in _as_listed(machine, network) if gpu in machine.left)
+    listed = tuple(gpu for gpu in _gpus_in_host_order(machine, network) if gpu in machine.left)
     given = listed if options.gpus is None or gpus is None else gpus
     chosen = machine.whole.select(given)
     place = {gpu: number for number, gpu in enumerate(chosen)}
@@ -109,11 +376,11 @@ def run(options: argparse.Namespace) -> int:
             ranked = best_mesh(part, options.mesh, collective, axes=axes, given=now)
             best = ranked.best.ranks
     order = tuple(chosen[rank] for rank in best)
-    answer = Answer(
+    answer = OrderAnswer(
         machine,
         chosen,
-        seats(machine.whole, given, names),
-        seats(machine.whole, order, names),
+        rank_placements(machine.whole, given, names),
+        rank_placements(machine.whole, order, names),
         order,
         collective,
     )
@@ -138,7 +405,7 @@ def run(options: argparse.Namespace) -> int:
         )
         return 0
     if isinstance(ranked, MeshOrder):
-        print_mesh(answer, ranked)
+        print_mesh_order(answer, ranked)
     else:
         print_order(answer, ranked)
     print_notes(*dict.fromkeys((*(network.notes if network else ()), *machine.whole.notes)))
@@ -169,7 +436,7 @@ def _preset_words(name: str) -> str:
     return ", ".join(f"{axis} {weight}" for axis, weight in PRESETS[name].items())
 
 
-def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], NodeNetwork | None]:
+def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, ...], NodeNetwork | None]:
     """The machine, names for its hosts where it has none, and Slurm's network with the nodes of the job in order."""
     if options.server is None:
         if options.slurm_topology is not None:
@@ -181,18 +448,18 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], Nod
             f"--server says what the nodes of Slurm's topology.conf or topology.yaml are, and {options.topo[:60]} is "
             "neither; leave --server out"
         )
-    refused = first_given(options, NOT_OF_TREES)
+    refused = first_set_option(options, NOT_OF_TREES)
     if refused:
         raise UsageError(
             f"{refused} does not go with a description of Slurm, which says how nodes are joined"
         )
     nodes = tuple(node for node, _ in network.nodes) if options.hosts is None else host_names(options.hosts)
-    machine = _of_nodes(options, network, nodes)
+    machine = _cluster_of_hosts(options, network, nodes)
     home = dict(network.nodes)
     return machine, (), replace(network, nodes=tuple((node, home[node]) for node in nodes))
 
 
-def _as_listed(machine: Machine, network: NodeNetwork | None) -> tuple[int, ...]:
+def _gpus_in_host_order(machine: RequestedMachine, network: NodeNetwork | None) -> tuple[int, ...]:
     """All GPUs, host by host as Slurm lists these: hosts of several NVLink domains may take turns."""
     hosts = hosts_of(machine.whole)
     if network is None:
@@ -201,9 +468,11 @@ def _as_listed(machine: Machine, network: NodeNetwork | None) -> tuple[int, ...]
     return tuple(sorted(range(len(hosts)), key=lambda gpu: place.get(hosts[gpu], 0)))
 
 
-def _of_nodes(options: argparse.Namespace, network: NodeNetwork, nodes: Sequence[str]) -> Machine:
+def _cluster_of_hosts(
+    options: argparse.Namespace, network: NodeNetwork, nodes: Sequence[str]
+) -> RequestedMachine:
     rates = {name: getattr(options, name) for name in ("nvlink_gbps", "pcie_gbps", "socket_gbps")}
-    server = overlaid(options, load(options.server, **rates))
+    server = apply_overlay(options, load(options.server, **rates))
     if options.domain is not None:
         server = domain(server, options.domain)
     stated = any(device.fact("gigabits") for device in server.devices if device.kind == "nic")
@@ -219,4 +488,4 @@ def _of_nodes(options: argparse.Namespace, network: NodeNetwork, nodes: Sequence
         nic_access=options.nic_access or "pcie",
         transport=options.transport,
     )
-    return damaged(options, whole)
+    return apply_faults(options, whole)

@@ -1,6 +1,7 @@
-"""What commands print, JSON, notes, errors and tables, and the files that they write.
+"""Print JSON, notes, errors, tables and progress, and write the files of commands.
 
-A target is refused before the work begins, then written whole or not at all.
+A target is refused before the work begins, then written as a whole or not at all. Progress is one line on a terminal,
+drawn by a thread from the second second on and erased afterwards; the result does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,30 +18,33 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from topoplan.bounds.upper_bound import Bound, in_network_bound
-from topoplan.cli.arguments import PLOT_OPTIONS, first_given
+from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import channel_words
-from topoplan.hosts.notes import kind_of, warnings_first
+from topoplan.machine.fabric import channel_words
+from topoplan.machine.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plan, Plans
+from topoplan.solve.upper_bound import Bound, in_network_bound
 from topoplan.units import bus_words, number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from topoplan.plot.canvas import Look
+    from topoplan.operate.plot.canvas import Look
 
-LONGEST = 600
+MAX_ERROR_LENGTH = 600
 """Characters of an error that are shown; values from a file may be of any length."""
 
-STARTED = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+MPI_RANK_VARIABLES = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 """Variables of processes that mpiexec started."""
 
-WIDEST = 120
+MAX_COLUMNS = 120
 """Columns of a line on a terminal, or fewer where it has fewer."""
 
 
@@ -58,8 +62,8 @@ def printable(text: str) -> str:
 def print_error(prefix: str, message: str) -> None:
     """Print an error as one line on stderr; of a long one head and tail, where cause and remedy stand."""
     line = printable(message)
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+    if len(line) > MAX_ERROR_LENGTH:
+        line = f"{line[: MAX_ERROR_LENGTH // 2]} … {line[-MAX_ERROR_LENGTH // 2 :]}"
     # in one write, since the ranks of a job share stderr
     print(f"{prefix}: {line}\n", end="", file=sys.stderr)
 
@@ -81,14 +85,14 @@ def print_notes(*notes: str, file: TextIO | None = None) -> None:
         print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
 
 
-def verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
+def rate_verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
     """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
 
     ``without`` says what the bound leaves out, as `in_network_words` does.
 
     Examples
     --------
-    >>> verdict(("nvlink",), 0.0), verdict(("nvlink",), 0.25)
+    >>> rate_verdict(("nvlink",), 0.0), rate_verdict(("nvlink",), 0.25)
     ('optimal over nvlink, proved', '25.00% below the bound')
     """
     told = f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
@@ -149,17 +153,17 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns of a line where stdout is a terminal: `WIDEST`, or fewer where it has fewer; None elsewhere.
+    """Columns of a line where stdout is a terminal: `MAX_COLUMNS`, or fewer where it has fewer; None elsewhere.
 
     What mpiexec starts has a terminal of its own, wherever its output goes.
     """
-    if sys.stdout is None or not sys.stdout.isatty() or STARTED & os.environ.keys():
+    if sys.stdout is None or not sys.stdout.isatty() or MPI_RANK_VARIABLES & os.environ.keys():
         return None
-    return min(WIDEST, shutil.get_terminal_size().columns)
+    return min(MAX_COLUMNS, shutil.get_terminal_size().columns)
 
 
 class WrappedText(io.TextIOBase):
-    """What a terminal gets: lines wrapped between words at `WIDEST` columns or its own width.
+    """What a terminal gets: lines wrapped between words at `MAX_COLUMNS` columns or its own width.
 
     What does not fit goes below the beginning of the last column of its line, or is indented by four spaces.
 
@@ -178,7 +182,7 @@ class WrappedText(io.TextIOBase):
         """Write the lines that end in the text, and keep what follows them."""
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            self._stream.write(f"{wrapped(line, self._width)}\n")
+            self._stream.write(f"{wrap_line(line, self._width)}\n")
         return len(text)
 
     def flush(self) -> None:
@@ -196,12 +200,12 @@ class WrappedText(io.TextIOBase):
         return self._stream.fileno()
 
 
-def wrapped(line: str, width: int) -> str:
+def wrap_line(line: str, width: int) -> str:
     """A line as lines of at most so many columns, words whole; as it is where a word, such as a path, is too long.
 
     Examples
     --------
-    >>> print(wrapped("bound  50 GB/s: the links between them carry 300 GB/s", 30))
+    >>> print(wrap_line("bound  50 GB/s: the links between them carry 300 GB/s", 30))
     bound  50 GB/s: the links
            between them carry 300
            GB/s
@@ -233,11 +237,11 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-MOST_SETS = 70
+MAX_PRINTED_SETS = 70
 """Sets of GPUs that a line of text lists: all that have equal wires on machines of 8 GPUs."""
 
 
-def listed_sets(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
+def gpu_set_lines(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
     """Sets of GPUs in lines under a head; of many the first.
 
     Parameters
@@ -252,10 +256,10 @@ def listed_sets(head: str, sets: Sequence[Sequence[int]], number: int, *, width:
 
     Examples
     --------
-    >>> listed_sets("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
+    >>> gpu_set_lines("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
     'class 1: 0-3  4-7'
     """
-    texts = [number_ranges(gpus) for gpus in sets[:MOST_SETS]]
+    texts = [number_ranges(gpus) for gpus in sets[:MAX_PRINTED_SETS]]
     if number > len(texts):
         texts.append(f"… and {number - len(texts):,} more (--json, --csv)")
     return textwrap.fill(
@@ -331,14 +335,14 @@ def write_whole(path: str, text: str | bytes) -> None:
 def check_plot(options: argparse.Namespace) -> None:
     """Refuse a figure that could not be written: as `check_target`, or there is no such format, font or size."""
     if options.plot is None:
-        given = first_given(options, dict.fromkeys(PLOT_OPTIONS))
+        given = first_set_option(options, dict.fromkeys(PLOT_OPTIONS))
         if given:
             raise UsageError(f"{given} belongs to a figure; add --plot F.png, or leave {given} out")
         return
     check_target(options.plot, "--plot")
     # The first use on a machine logs that fonts are being listed; nothing belongs on stderr.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    from topoplan.plot.canvas import check_font, check_format, new_figure
+    from topoplan.operate.plot.canvas import check_font, check_format, new_figure
 
     look = _look(options)
     check_format(new_figure(1, 1), options.plot, look.file_format)
@@ -349,13 +353,13 @@ def check_plot(options: argparse.Namespace) -> None:
 def draw_plot(options: argparse.Namespace, draw: Callable[[], Figure]) -> None:
     """Draw the figure that ``--plot`` and its options ask for, if they do."""
     if options.plot:
-        from topoplan.plot.canvas import write_figure
+        from topoplan.operate.plot.canvas import write_figure
 
         write_figure(draw, options.plot, _look(options))
 
 
 def _look(options: argparse.Namespace) -> Look:
-    from topoplan.plot.canvas import PLAIN, Look
+    from topoplan.operate.plot.canvas import PLAIN, Look
 
     return Look(
         size=options.plot_size,
@@ -369,3 +373,80 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+QUIET_SECONDS = 1.0
+"""What takes less shows nothing."""
+
+_REDRAWN_SECONDS = 0.1
+_WIDTH = 24
+_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+
+
+def progress_bar(text: str, seconds: float) -> str:
+    """The line that is shown: a bar, the time that has passed, and what is being done.
+
+    A text that counts, such as ``class 3 of 51``, fills the bar as far; any other moves a mark along it.
+
+    Examples
+    --------
+    >>> progress_bar("class 3 of 12: GPUs 0, 1", 5)
+    '[######                  ]  5 s  class 3 of 12: GPUs 0, 1'
+    >>> progress_bar("packing: 8 trees of 16 GPUs", 2.3)
+    '[                   ###  ]  2 s  packing: 8 trees of 16 GPUs'
+    """
+    counted = _COUNT.search(text)
+    done, total = (int(number) for number in counted.groups()) if counted else (0, 0)
+    if 0 < done <= total:
+        bar = ("#" * (_WIDTH * done // total)).ljust(_WIDTH)
+    else:
+        # The mark goes to the right end and back.
+        travel = _WIDTH - 3
+        step = int(seconds / _REDRAWN_SECONDS) % (2 * travel)
+        bar = (" " * min(step, 2 * travel - step) + "###").ljust(_WIDTH)
+    return f"[{bar}] {int(seconds):2d} s  {text}"
+
+
+@contextmanager
+def progress_line(doing: str) -> Iterator[Callable[[str], None] | None]:
+    """A callback that takes what is being done, and shows it from the second second on.
+
+    Parameters
+    ----------
+    doing : str
+        Shown until the callback is first called.
+
+    Yields
+    ------
+    callable or None
+        None where stderr is no terminal; then nothing is shown.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    latest = [doing]
+    over = threading.Event()
+    line = threading.Thread(target=_draw_progress, args=(latest, over), daemon=True)
+    line.start()
+
+    def tell(text: str) -> None:
+        latest[0] = text
+
+    try:
+        yield tell
+    finally:
+        over.set()
+        line.join()
+
+
+def _draw_progress(latest: list[str], over: threading.Event) -> None:
+    started = time.monotonic()
+    drawn = False
+    while not over.wait(_REDRAWN_SECONDS if drawn else QUIET_SECONDS):
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{progress_bar(latest[0], time.monotonic() - started)[:width]}")
+        sys.stderr.flush()
+        drawn = True
+    if drawn:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

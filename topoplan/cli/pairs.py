@@ -1,4 +1,4 @@
-"""``topoplan pairs``: which GPUs to test with which, in rounds that leave each other alone, and which link is slow."""
+"""Plan rounds of tests of GPU pairs that share no link, and locate slow links from results, for ``topoplan pairs``."""
 
 from __future__ import annotations
 
@@ -7,34 +7,40 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from topoplan.calibration.links import TOLERANCE, Key
-from topoplan.calibration.pair_results import (
-    Results,
+from topoplan.cli import arguments
+from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.output import (
+    check_target,
+    print_csv,
+    print_json,
+    print_notes,
+    progress_line,
+    table,
+    write_whole,
+)
+from topoplan.cli.sources import host_names, read_machine
+from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
+from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.operate.calibration.calibrated_topology import TOLERANCE, LinkKey
+from topoplan.operate.calibration.pair_results import (
+    PairResults,
     match_results,
     of_nodes,
     parse_results,
     rename_servers,
     unknown_hosts,
 )
-from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
-from topoplan.calibration.pair_tests import FILLED, PairTest, PairTests, possible_tests, wire_names
-from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
-from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster
-from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_target, print_csv, print_json, print_notes, table, write_whole
-from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import host_names, read_machine
-from topoplan.errors import TopologyError, UsageError
-from topoplan.export.nccl.pair_script import HOST, STARTERS, hosts_of_servers, pair_script
-from topoplan.formats.load import read_text
-from topoplan.formats.slurm.hostlist import by_number
-from topoplan.topology import Topology
+from topoplan.operate.calibration.pair_rounds import TIMES, Rounds, plan_rounds
+from topoplan.operate.calibration.pair_tests import FILLED, PairTest, PairTests, possible_tests, wire_names
+from topoplan.operate.calibration.slow_links import SlowClass, SlowLinkReport, attribute_slow_pairs
+from topoplan.reading.load import read_text
+from topoplan.reading.slurm import by_number
 from topoplan.units import counted
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
-MOST_SHOWN, WELL_BELOW, WELL_ABOVE = 8, 0.7, 1.05
+MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 8, 0.7, 1.05
 """Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least and at
 most."""
 
@@ -52,7 +58,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
     parser.add_argument(
         "--times",
-        type=arguments.whole(1, 64, "number of times from 1 to 64"),
+        type=arguments.whole_number(1, 64, "number of times from 1 to 64"),
         default=TIMES,
         metavar="K",
         help=f"how often each link is crossed, by different pairs where there are (default: {TIMES})",
@@ -101,8 +107,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")
-    add_cluster(parser)
-    add_damage(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -150,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         fill = () if rounds is None else [test for tests in rounds.fill for test in tests]
         measured = match_results(results, possible, asked, fill=fill)
-        found = attribute(
+        found = attribute_slow_pairs(
             measured, tolerance=options.tolerance, possible=possible.tests if asked is None else asked
         )
     except UsageError as error:
@@ -169,7 +175,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if found.slow else 0
 
 
-def _with_hosts(topology: Topology, results: Results, listed: str | None) -> tuple[Topology, tuple[str, ...]]:
+def _with_hosts(
+    topology: Topology, results: PairResults, listed: str | None
+) -> tuple[Topology, tuple[str, ...]]:
     """The machine with its servers under the names of their hosts, of a list or of the results, and notes.
 
     Raises
@@ -179,9 +187,9 @@ def _with_hosts(topology: Topology, results: Results, listed: str | None) -> tup
     """
     servers = tuple(topology.servers)
     if listed is not None:
-        return rename_servers(topology, hosts_of_servers(host_names(listed), servers)), ()
+        return rename_servers(topology, server_hosts(host_names(listed), servers)), ()
     hosts = unknown_hosts(results, topology)
-    if not hosts or not all(map(HOST.fullmatch, hosts)):
+    if not hosts or not all(map(HOST_PATTERN.fullmatch, hosts)):
         return topology, ()
     if len(hosts) > len(servers):
         raise UsageError(
@@ -190,14 +198,14 @@ def _with_hosts(topology: Topology, results: Results, listed: str | None) -> tup
         )
     named = sorted(hosts, key=by_number)
     note = f"hosts are taken for servers in the order of their names, {named[0]} first; --hosts lists them in another"
-    return rename_servers(topology, hosts_of_servers(named, servers[: len(named)])), (note,)
+    return rename_servers(topology, server_hosts(named, servers[: len(named)])), (note,)
 
 
 def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: Rounds) -> int:
     topology = possible.topology
     if form in STARTERS:
         servers = list(dict.fromkeys(topology.device(end).server for end in possible.ends))
-        hosts = {} if options.hosts is None else hosts_of_servers(host_names(options.hosts), servers)
+        hosts = {} if options.hosts is None else server_hosts(host_names(options.hosts), servers)
         text = pair_script(
             topology, (*rounds.rounds, *rounds.fill), starter=form, hosts=hosts, nbytes=options.size
         )
@@ -243,14 +251,14 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
         for start in range(0, len(tests), 4):
             print("  " + "  ".join(test.name for test in tests[start : start + 4]))
     for tests in rounds.fill:
-        print(f"\nround {tests[0].together}, all at once to fill {_some(_filled_by(tests))}")
+        print(f"\nround {tests[0].together}, all at once to fill {_first_names(_filled_links(tests))}")
         for start in range(0, len(tests), 4):
             print("  " + "  ".join(test.name.split(" ")[0] for test in tests[start : start + 4]))
     print_notes(*topology.notes, *_rounds_notes(possible, rounds))
     return 0
 
 
-def _filled_by(tests: Sequence[PairTest]) -> list[str]:
+def _filled_links(tests: Sequence[PairTest]) -> list[str]:
     """Names of the links that tests fill together."""
     names = wire_names(key for test in tests for key in test.links if key[2].endswith(FILLED))
     return [name.removesuffix(FILLED) for name in names]
@@ -275,15 +283,15 @@ def _summary(possible: PairTests, rounds: Rounds) -> str:
 
 def _rounds_notes(possible: PairTests, rounds: Rounds) -> list[str]:
     notes = []
-    filled = {name for tests in rounds.fill for name in _filled_by(tests)}
+    filled = {name for tests in rounds.fill for name in _filled_links(tests)}
     wide = [one for one in rounds.wide if one[0] not in filled]
     for bandwidth, seen in dict.fromkeys((bandwidth, seen) for _, bandwidth, seen in wide):
         names = [name for name, *figures in wide if figures == [bandwidth, seen]]
         notes.append(
-            f"a test fills {seen:g} of {bandwidth:g} GB/s of {_some(names)}: seen as slow only below that"
+            f"a test fills {seen:g} of {bandwidth:g} GB/s of {_first_names(names)}: seen as slow only below that"
         )
     if possible.alone:
-        notes.append(f"not tested, since no other GPU reaches them: {_some(possible.alone)}")
+        notes.append(f"not tested, since no other GPU reaches them: {_first_names(possible.alone)}")
     return notes
 
 
@@ -305,7 +313,7 @@ def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
         "fill": [
             {
                 "together": tests[0].together,
-                "fills": _filled_by(tests),
+                "fills": _filled_links(tests),
                 "tests": [{"src": test.src, "dst": test.dst} for test in tests],
             }
             for tests in rounds.fill
@@ -323,7 +331,7 @@ def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
 
 
 def verdict_to_object(
-    topology: Topology, found: Verdict, results: int, missing: Sequence[str]
+    topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]
 ) -> dict[str, object]:
     """The JSON object of a verdict; rates in GB/s."""
     return {
@@ -354,14 +362,14 @@ def _class_to_object(one: SlowClass) -> dict[str, object]:
     }
 
 
-def _print_verdict(topology: Topology, found: Verdict, results: int, missing: Sequence[str]) -> None:
+def _print_verdict(topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]) -> None:
     healthy = ", ".join(f"{share:.0%} of what {kind} states" for kind, share in found.healthy.items())
     print(
         f"{topology.name}: {counted(results, 'result')}, {len(found.slow)} slow; healthy pairs get {healthy}"
     )
     rows = [_row("slow", one) for one in found.named]
     for part in found.alternatives:
-        for place, each in enumerate(part[:MOST_SHOWN]):
+        for place, each in enumerate(part[:MAX_PRINTED]):
             heads = ["or" if place else "either", *("and" for _ in each[1:])]
             rows += [_row(head, one) for head, one in zip(heads, each, strict=True)]
     if rows:
@@ -377,45 +385,47 @@ def _print_verdict(topology: Topology, found: Verdict, results: int, missing: Se
     if found.unexplained:
         names = [f"{one.test.name} {one.rate:.4g} GB/s" for one in found.unexplained]
         print(
-            f"no link explains {_some(names)}: other pairs cross its links at full speed; test again, look at its GPUs"
+            f"no link explains {_first_names(names)}: other pairs cross its links at full speed; test again, look "
+            "at its GPUs"
         )
     if found.unjudged:
         print(
-            f"not judged, only slow pairs cross them: {_some([_together(links) for links in found.unjudged])}"
+            "not judged, only slow pairs cross them: "
+            f"{_first_names([_shared_words(links) for links in found.unjudged])}"
         )
     if found.unmeasured:
-        print(f"not measured: {_some([_together(links) for links in found.unmeasured])}")
+        print(f"not measured: {_first_names([_shared_words(links) for links in found.unmeasured])}")
     if missing:
-        print(f"asked for, and without a result: {counted(len(missing), 'pair')}: {_some(missing)}")
+        print(f"asked for, and without a result: {counted(len(missing), 'pair')}: {_first_names(missing)}")
     if not found.fewest:
         print(
             "note: too many slow pairs hang together for the smallest explanation; this is one that is small"
         )
     if not found.slow:
         print("no pair is slow")
-    above = [kind for kind, share in found.healthy.items() if share > WELL_ABOVE]
+    above = [kind for kind, share in found.healthy.items() if share > FAR_ABOVE]
     if above:
         print(
             f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-gbps which NICs the "
             "tests used together"
         )
-    below = [kind for kind, share in found.healthy.items() if share < WELL_BELOW]
+    below = [kind for kind, share in found.healthy.items() if share < FAR_BELOW]
     if below:
         print(
-            f"note: even the faster pairs get less than {WELL_BELOW:.0%} of what {', '.join(below)} states; what slows "
+            f"note: even the faster pairs get less than {FAR_BELOW:.0%} of what {', '.join(below)} states; what slows "
             "all of them alike is not found by comparing them"
         )
 
 
 def _row(head: str, one: SlowClass) -> tuple[str, ...]:
     rate = "dead" if one.rate == 0 else f"{one.rate:.4g}"
-    return head, _together(one.links), rate, f"{one.healthy:.4g}", str(len(one.pairs))
+    return head, _shared_words(one.links), rate, f"{one.healthy:.4g}", str(len(one.pairs))
 
 
-def _together(links: Sequence[Key]) -> str:
+def _shared_words(links: Sequence[LinkKey]) -> str:
     return " ".join(wire_names(links))
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-    return ", ".join(names[:MOST_SHOWN]) + more
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_PRINTED} more" if len(names) > MAX_PRINTED else ""
+    return ", ".join(names[:MAX_PRINTED]) + more

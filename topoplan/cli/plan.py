@@ -1,4 +1,4 @@
-"""``topoplan plan``: pack the trees, print what they reach and why not more."""
+"""Pack trees for ``topoplan plan``, and print the rate, the bound and the bottleneck."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.bounds.upper_bound import bound, in_network_bound
 from topoplan.cli import arguments, plan_mesh, plan_sizes, plan_survive
-from topoplan.cli.cluster_options import add_cluster, add_in_network
-from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.entry_points import Explanation, explanations
+from topoplan.cli.machine_options import (
+    RequestedMachine,
+    add_cluster_options,
+    add_fault_options,
+    add_in_network,
+)
+from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
     check_plot,
     check_target,
@@ -21,27 +23,29 @@ from topoplan.cli.output import (
     print_csv,
     print_json,
     print_notes,
-    verdict,
+    progress_line,
+    rate_verdict,
     write_whole,
 )
-from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_rows, tree_table
+from topoplan.cli.tree_table import phase_table, rank_names, tree_noun, tree_rows, tree_table
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import ALL, Fabric, channel_words
-from topoplan.hosts.notes import kind_of
-from topoplan.packing.exact import ORDERS
-from topoplan.packing.planner import METHODS, TOLERANCE
-from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.certificates import Demand, explain_certificate
-from topoplan.plans.connections import connections, connections_line
+from topoplan.machine.fabric import ALL, Fabric, channel_words
+from topoplan.machine.notes import kind_of
+from topoplan.plans.certificates.certificate import explain_certificate
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.json_values import finite
-from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
+from topoplan.plans.structure import connections_line, connections_needed, phases
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.packing.exact import ORDERS
+from topoplan.solve.planner import METHODS, TOLERANCE
+from topoplan.solve.planner import plan as make_plan
+from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
 from topoplan.units import bus_factor, bus_words, counted, exact, format_seconds
 
-OF_TREES = {
+TREE_OPTIONS = {
     "method": "exact",
     "order": None,
     "height": None,
@@ -142,9 +146,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the trees, or with --sizes the times,")
-    add_cluster(parser)
+    add_cluster_options(parser)
     add_in_network(parser)
-    add_damage(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -163,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     plan_sizes.check_options(options)
     plan_mesh.check_options(options)
     plan_survive.check_options(options)
-    sparse = asked_for(options)
+    sparse = is_sparse(options)
     if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
     check_target(options.output, "-o")
@@ -182,9 +186,9 @@ def run(options: argparse.Namespace) -> int:
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:
         made = plan_sparse(options, machine) if sparse else _plan(options, machine, progress)
-    explained = explanations(made) if options.explain else {}
+    explained = plan_explanations(made) if options.explain else {}
     if options.plot:
-        from topoplan.plot.trees import draw_trees
+        from topoplan.operate.plot.trees import draw_trees
 
         draw_plot(options, lambda: draw_trees(made))
     if options.output == "-":
@@ -216,18 +220,20 @@ def _check_schedule(options: argparse.Namespace) -> None:
         what = f"--schedule {find_schedule(options.schedule).name}"
         if options.schedule_file is not None:
             raise UsageError(f"{what} and --schedule-file are two schedules; leave one of them out")
-    given = arguments.first_given(options, OF_TREES)
+    given = arguments.first_set_option(options, TREE_OPTIONS)
     if given:
         raise UsageError(
             f"{what} is one plan without a search, so {given} does not go with it; leave one of them out"
         )
 
 
-def _plan(options: argparse.Namespace, machine: Machine, progress: Callable[[str], None] | None) -> Plan:
+def _plan(
+    options: argparse.Namespace, machine: RequestedMachine, progress: Callable[[str], None] | None
+) -> Plan:
     """The plan of elements that is asked for."""
     trees = None if options.schedule_file is None else read_trees(options.schedule_file)
     if trees is not None:
-        from topoplan.schedules.own_trees import plan_from_trees
+        from topoplan.schedules.user_trees import plan_from_trees
 
         return plan_from_trees(
             machine.whole,
@@ -307,7 +313,7 @@ def _run_bound(options: argparse.Namespace) -> int:
 
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
-    by_phase, wider, needed = phases(plan), _wider_bound(plan), connections(plan)
+    by_phase, wider, needed = phases(plan), _wider_bound(plan), connections_needed(plan)
     beyond = in_network_bound(plan)
     return {
         **plan.to_object(),
@@ -337,20 +343,20 @@ def _wider_bound(plan: Plan) -> float | None:
     return float(wider) if float(wider) > plan.bound * (1 + LEAST_GAIN) else None
 
 
-def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) -> None:
+def print_plan(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()) -> None:
     """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, the trees, the run."""
     towards = "to" if plan.collective == "reduce" else "from"
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
         f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
-        f"({named_ranks(plan.ranks)}), over {channel_words(plan.channels)}"
+        f"({rank_names(plan.ranks)}), over {channel_words(plan.channels)}"
     )
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
     else:
         count = len(plan.ranks)
         bus = bus_words(plan.rate, plan.collective, count)
-        told = verdict(plan.channels, plan.gap, in_network_words(plan))
+        told = rate_verdict(plan.channels, plan.gap, in_network_words(plan))
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({told})")
         if plan.team_wide != plan.rate:
             print(
@@ -363,7 +369,7 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
             )
         bus = bus_words(plan.bound, plan.collective, count)
         print(f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}")
-        needed = connections(plan)
+        needed = connections_needed(plan)
         if needed is not None:
             print(f"flows  {connections_line(needed)}")
         wider = _wider_bound(plan)
@@ -451,7 +457,7 @@ def add_sparse(parser: arguments.OneLineParser) -> None:
     )
 
 
-def asked_for(options: argparse.Namespace) -> bool:
+def is_sparse(options: argparse.Namespace) -> bool:
     """Whether the plan is to be sparse.
 
     Raises
@@ -463,7 +469,7 @@ def asked_for(options: argparse.Namespace) -> bool:
         if options.entry_bits is not None:
             raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
         return False
-    given = arguments.first_given(options, OF_ELEMENTS)
+    given = arguments.first_set_option(options, OF_ELEMENTS)
     if given:
         raise UsageError(
             f"{given} does not go with --density, which plans the sparse allreduce; leave it out"
@@ -471,7 +477,7 @@ def asked_for(options: argparse.Namespace) -> bool:
     return True
 
 
-def plan_sparse(options: argparse.Namespace, machine: Machine) -> Plan:
+def plan_sparse(options: argparse.Namespace, machine: RequestedMachine) -> Plan:
     """The sparse plan that is asked for."""
     from topoplan.schedules.sparse_plan import sparse_plan
 

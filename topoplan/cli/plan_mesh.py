@@ -12,20 +12,20 @@ from topoplan.cli.output import (
     plan_notes,
     print_json,
     print_notes,
+    progress_line,
+    rate_verdict,
     table,
-    verdict,
     write_whole,
 )
-from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import named_ranks
+from topoplan.cli.tree_table import rank_names
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import channel_words
+from topoplan.machine.fabric import channel_words
 from topoplan.plans.mesh_plans import MeshPlans
 from topoplan.plans.plan import TREES
 from topoplan.units import bus_words, counted, format_seconds
 
-OF_ONE_PLAN = {
+SINGLE_PLAN_OPTIONS = {
     "root": None,
     "method": "exact",
     "order": None,
@@ -51,47 +51,47 @@ def add_options(parser: arguments.OneLineParser) -> None:
     """Add ``--mesh`` and what belongs to it."""
     parser.add_argument(
         "--mesh",
-        type=_extents,
+        type=_axis_extents,
         metavar="M",
         help="plan the groups of a mesh at once, since they share links: dp=2,tp=4, the last axis fastest",
     )
     parser.add_argument(
         "--axes",
-        type=_weights,
+        type=_axis_weights,
         metavar="A",
         help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
         "(default: all alike; order does not guess them)",
     )
 
 
-def _extents(text: str) -> dict[str, int]:
+def _axis_extents(text: str) -> dict[str, int]:
     """Names and extents.
 
     Examples
     --------
-    >>> _extents("dp=2,tp=4")
+    >>> _axis_extents("dp=2,tp=4")
     {'dp': 2, 'tp': 4}
     """
     wanted = "axes with whole numbers of ranks, such as dp=2,tp=4"
-    found = _named(text, text, wanted)
+    found = _named_fractions(text, text, wanted)
     if any(number.denominator != 1 for number in found.values()):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} must be {wanted}")
     return {name: int(number) for name, number in found.items()}
 
 
-def _weights(text: str) -> dict[str, Fraction]:
+def _axis_weights(text: str) -> dict[str, Fraction]:
     """Names and weights; 1 where none is given.
 
     Examples
     --------
-    >>> _weights("dp,tp=1.5")
+    >>> _axis_weights("dp,tp=1.5")
     {'dp': Fraction(1, 1), 'tp': Fraction(3, 2)}
     """
     whole = ",".join(part if "=" in part else f"{part}=1" for part in text.split(","))
-    return _named(whole, text, "axes, such as dp, or with weights, such as dp=1,tp=3")
+    return _named_fractions(whole, text, "axes, such as dp, or with weights, such as dp=1,tp=3")
 
 
-def _named(text: str, shown: str, wanted: str) -> dict[str, Fraction]:
+def _named_fractions(text: str, shown: str, wanted: str) -> dict[str, Fraction]:
     found: dict[str, Fraction] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -111,14 +111,14 @@ def check_options(options: argparse.Namespace) -> None:
         if options.axes is not None:
             raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
         return
-    given = arguments.first_given(options, OF_ONE_PLAN)
+    given = arguments.first_set_option(options, SINGLE_PLAN_OPTIONS)
     if given:
         raise UsageError(f"{given} is for one plan and does not go with --mesh; leave one of them out")
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan a mesh with the options of ``plan``, which has checked where the output goes."""
-    from topoplan.packing.mesh import plan_mesh
+    from topoplan.solve.mesh_planner import plan_mesh
 
     machine = read_machine(options)
     with progress_line("planning") as progress:
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({**mesh.to_object(), "gap": mesh.gap, "seconds": mesh.seconds})
         return 0
     print_notes(*machine.warnings(machine.allocation(options.gpus)))
-    print_mesh(mesh)
+    print_mesh_plans(mesh)
     if mesh.seconds is not None:
         print(f"planned in {format_seconds(mesh.seconds)}")
     print_notes(*dict.fromkeys(note for group in mesh.groups for note in plan_notes(group.plan)))
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def print_mesh(mesh: MeshPlans) -> None:
+def print_mesh_plans(mesh: MeshPlans) -> None:
     """The rate of all groups at once against the bound, and each group beside what it could do alone."""
     first = mesh.groups[0].plan
     axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
@@ -161,7 +161,7 @@ def print_mesh(mesh: MeshPlans) -> None:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    told = verdict(
+    told = rate_verdict(
         first.channels,
         mesh.gap,
         "without in-network reduction" if any(in_network_words(group.plan) for group in mesh.groups) else "",
@@ -174,7 +174,7 @@ def print_mesh(mesh: MeshPlans) -> None:
     rows = [
         (
             group.axis,
-            named_ranks(group.plan.ranks),
+            rank_names(group.plan.ranks),
             f"{float(weights[group.axis]) * mesh.rate:.6g}",
             f"{group.plan.rate:.6g}",
             f"{group.plan.bound:.6g}",

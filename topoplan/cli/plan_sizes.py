@@ -18,23 +18,23 @@ from topoplan.cli.output import (
     print_csv,
     print_json,
     print_notes,
+    progress_line,
     table,
     write_whole,
 )
-from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import named_ranks
+from topoplan.cli.tree_table import rank_names
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import channel_words
-from topoplan.plans.certificates import explain_certificate
+from topoplan.machine.fabric import channel_words
+from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
 from topoplan.units import bus_words, counted, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from topoplan.choice import Choice
+    from topoplan.model.schedule_selection import ScheduleChoice
+    from topoplan.model.window_engine import KernelSetting
     from topoplan.plans.size_plans import SizePlans, SizeTimes
-    from topoplan.simulation.windows import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RangeTimes:
     seconds: tuple[float, float]
     second: Plan | None
     gain: float | None
-    setting: Setting | None
+    setting: KernelSetting | None
 
     @property
     def packets(self) -> bool:
@@ -104,8 +104,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan by size with the options of ``plan``, which has checked where the output goes."""
-    from topoplan.choice import choose_by_size
-    from topoplan.simulation.engine_costs import load_costs
+    from topoplan.model.schedule_selection import choose_by_size
+    from topoplan.model.window_engine import load_costs
 
     if options.method != "exact":
         raise UsageError(
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
         )
     seconds = time.perf_counter() - started
     if options.plot:
-        _draw(choice, options)
+        _draw_times(choice, options)
     plans = choice.plans
     if options.output == "-":
         print(plans.to_json(), end="")
@@ -170,13 +170,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def range_times(choice: Choice) -> list[RangeTimes]:
+def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
     """What the table says of every range; one in which the windows engine goes over from packets to trees is two."""
-    from topoplan.choice.candidates import same_trees
+    from topoplan.model.candidates import same_trees
 
     clocks, windows = choice.clocks(), choice.windows
     lines = []
-    for one in _by_way(choice):
+    for one in _split_at_packets(choice):
         low = max(one.start, choice.sizes[0])
         high = choice.sizes[-1] if one.stop is None else one.stop
         middle = math.isqrt(low * high)
@@ -205,7 +205,7 @@ def range_times(choice: Choice) -> list[RangeTimes]:
     return lines
 
 
-def _by_way(choice: Choice) -> list[SizeRange]:
+def _split_at_packets(choice: ScheduleChoice) -> list[SizeRange]:
     """The ranges, parted where packets end."""
     found = []
     for one in choice.plans.ranges:
@@ -220,14 +220,14 @@ def _by_way(choice: Choice) -> list[SizeRange]:
     return found
 
 
-def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
+def _print(choice: ScheduleChoice, lines: Sequence[RangeTimes]) -> None:
     plans = choice.plans
     best = max(plans.plans, key=lambda plan: plan.rate)
     towards = "to" if plans.collective == "reduce" else "from"
     root = "" if plans.root is None else f" {towards} {plans.ranks[plans.root]}"
     print(
         f"{plans.collective}{root} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')} "
-        f"({named_ranks(plans.ranks)}), over {channel_words(best.channels)}, by message size"
+        f"({rank_names(plans.ranks)}), over {channel_words(best.channels)}, by message size"
     )
     if len(plans.ranks) == 1:
         print("one GPU: nothing moves")
@@ -280,7 +280,7 @@ def _table(lines: Sequence[RangeTimes]) -> str:
                 ),
                 *_setting_cells(line.setting),
                 *(f"{seconds * 1e6:.1f}" for seconds in line.seconds),
-                "-" if line.second is None else describe(line.second),
+                "-" if line.second is None else describe_schedule(line.second),
                 "-" if line.gain is None else f"{line.gain:.2f}x",
             )
         )
@@ -302,7 +302,7 @@ def _times_table(plans: SizePlans, times: SizeTimes) -> str:
     return table(("size", "schedule", "us", "no schedule below", "ratio"), rows)
 
 
-def _points(choice: Choice) -> list[dict[str, object]]:
+def _points(choice: ScheduleChoice) -> list[dict[str, object]]:
     """What ``--json`` and ``--csv`` say of every size; on the windows engine the bound is that of the bytes alone."""
     plans = choice.plans
     if plans.times is None:
@@ -319,8 +319,8 @@ def _points(choice: Choice) -> list[dict[str, object]]:
     ]
 
 
-def _points_of_windows(choice: Choice) -> list[dict[str, object]]:
-    from topoplan.simulation.time_bound import rounded
+def _points_of_windows(choice: ScheduleChoice) -> list[dict[str, object]]:
+    from topoplan.model.times_by_size import rounded
 
     bound = max(plan.bound for plan in choice.plans.plans) * 1e9
     points: list[dict[str, object]] = []
@@ -340,7 +340,7 @@ def _points_of_windows(choice: Choice) -> list[dict[str, object]]:
     return points
 
 
-def _setting_cells(setting: Setting | None) -> tuple[str, ...]:
+def _setting_cells(setting: KernelSetting | None) -> tuple[str, ...]:
     if setting is None:
         return ()
     return str(setting.blocks), "-" if setting.packets else format_size(setting.chunk)
@@ -352,20 +352,20 @@ def _crossovers(lines: Sequence[RangeTimes]) -> str:
     return ", ".join(found) or "none, one schedule is the fastest throughout"
 
 
-def describe(plan: Plan) -> str:
+def describe_schedule(plan: Plan) -> str:
     """A schedule in a few words.
 
     Examples
     --------
     >>> import topoplan
-    >>> describe(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> describe_schedule(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     'one-hop, 16 of height 1'
     """
     return f"{plan.schedule}, {plan.trees} of height {plan.height}"
 
 
 def _object(
-    choice: Choice, lines: Sequence[RangeTimes], notes: Sequence[str], seconds: float
+    choice: ScheduleChoice, lines: Sequence[RangeTimes], notes: Sequence[str], seconds: float
 ) -> dict[str, object]:
     """What ``--json`` prints: the file, and what belongs to this run or can be derived from it."""
     plans = choice.plans
@@ -416,14 +416,14 @@ def _summary(plan: Plan) -> dict[str, object]:
     }
 
 
-def _draw(choice: Choice, options: argparse.Namespace) -> None:
-    from topoplan.plot.sweep import draw_sweep
-    from topoplan.simulation.table import row
+def _draw_times(choice: ScheduleChoice, options: argparse.Namespace) -> None:
+    from topoplan.model.times_by_size import row
+    from topoplan.operate.plot.charts import draw_sweep
 
     plans = choice.plans
     curves = {}
     for number, (plan, seconds) in enumerate(zip(choice.candidates, choice.clocks(), strict=True)):
-        name = describe(plan)
+        name = describe_schedule(plan)
         curves[name if name not in curves else f"{name} ({number + 1})"] = [
             row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
         ]

@@ -13,31 +13,31 @@ from topoplan.cli.output import (
     print_csv,
     print_json,
     print_notes,
+    progress_line,
+    rate_verdict,
     table,
-    verdict,
     write_whole,
 )
-from topoplan.cli.plan_mesh import OF_ONE_PLAN
-from topoplan.cli.progress import progress_line
+from topoplan.cli.plan_mesh import SINGLE_PLAN_OPTIONS
 from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import named_ranks
+from topoplan.cli.tree_table import rank_names
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import channel_words
+from topoplan.machine.fabric import channel_words
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan
-from topoplan.plans.survival import Failure, Outcome, SurvivalPlans
+from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans
 from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size
 
-OF_OTHERS = {
-    **{name: value for name, value in OF_ONE_PLAN.items() if name not in ("root", "order")},
+OTHER_OPTIONS = {
+    **{name: value for name, value in SINGLE_PLAN_OPTIONS.items() if name not in ("root", "order")},
     "mesh": None,
 }
 """Options that do not go with plans for failures, and what they are when nobody has given them."""
 
-WORDS = {"gpu": "GPU", "link": "link", "device": "switch or NIC"}
-SEVERAL = {"gpu": "GPUs", "link": "links", "device": "switches and NICs"}
+FAILURE_NOUN = {"gpu": "GPU", "link": "link", "device": "switch or NIC"}
+FAILURE_NOUN_PLURAL = {"gpu": "GPUs", "link": "links", "device": "switches and NICs"}
 
-MOST_LETTERS = 50
+MAX_LETTERS = 50
 """Of the names of a class's links, in the table; one is named in any case."""
 
 
@@ -60,14 +60,14 @@ def check_options(options: argparse.Namespace) -> None:
             f"--survive {options.survive}: plans are made for single failures; give 1, and plan what is left again "
             "after each"
         )
-    given = arguments.first_given(options, OF_OTHERS)
+    given = arguments.first_set_option(options, OTHER_OPTIONS)
     if given:
         raise UsageError(f"{given} does not go with --survive; leave one of them out")
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan for all failures with the options of ``plan``, which has checked where the output goes."""
-    from topoplan.packing.survival import plan_survival
+    from topoplan.solve.failure_planner import plan_survival
 
     machine = read_machine(options)
     gpus = machine.allocation(options.gpus)
@@ -91,10 +91,10 @@ def run(options: argparse.Namespace) -> int:
         print_csv(_rows(book))
         return 0
     if options.json:
-        print_json(_told(book, len(text.encode())))
+        print_json(_survival_object(book, len(text.encode())))
         return 0
     print_notes(*machine.warnings(gpus))
-    print_book(book)
+    print_survival(book)
     seconds = "" if book.seconds is None else f", planned in {format_seconds(book.seconds)}"
     print(f"file   {format_size(len(text.encode()))}{seconds}")
     print_notes(*book.topology.notes)
@@ -113,7 +113,7 @@ def _plans(book: SurvivalPlans) -> dict[int, Plan]:
     return found
 
 
-def _bus(plan: Plan) -> float | None:
+def _bus_bandwidth(plan: Plan) -> float | None:
     return (
         finite(plan.rate * bus_factor(plan.collective, len(plan.ranks))) if math.isfinite(plan.rate) else None
     )
@@ -131,7 +131,7 @@ def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
                 "class": place[id(plan)],
                 "rate": finite(plan.rate),
                 "bound": finite(plan.bound),
-                "busbw": _bus(plan),
+                "busbw": _bus_bandwidth(plan),
                 "over": "+".join(plan.channels),
                 "none": None,
             }
@@ -141,7 +141,7 @@ def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
     return rows
 
 
-def _worst(book: SurvivalPlans) -> tuple[Failure, Plan] | None:
+def _worst(book: SurvivalPlans) -> tuple[MachineFailure, Plan] | None:
     """The failure that leaves the lowest rate, of those that leave a plan."""
     plans = _plans(book)
     if not plans:
@@ -150,13 +150,18 @@ def _worst(book: SurvivalPlans) -> tuple[Failure, Plan] | None:
     return book.outcomes[number].failure, plans[number]
 
 
-def _told(book: SurvivalPlans, size: int) -> dict[str, object]:
+def _survival_object(book: SurvivalPlans, size: int) -> dict[str, object]:
     """What ``--json`` prints."""
     whole, worst = book.whole, _worst(book)
     told = None
     if worst is not None:
         failure, plan = worst
-        told = {"kind": failure.kind, "failure": failure.name, "rate": finite(plan.rate), "busbw": _bus(plan)}
+        told = {
+            "kind": failure.kind,
+            "failure": failure.name,
+            "rate": finite(plan.rate),
+            "busbw": _bus_bandwidth(plan),
+        }
     return {
         "collective": whole.collective,
         "machine": whole.topology.name,
@@ -165,7 +170,7 @@ def _told(book: SurvivalPlans, size: int) -> dict[str, object]:
         "over": list(whole.channels),
         "rate": finite(whole.rate),
         "bound": finite(whole.bound),
-        "busbw": _bus(whole),
+        "busbw": _bus_bandwidth(whole),
         "number": len(book.outcomes),
         "classes": len(book.own),
         "plans_before": len(_plans(book)),
@@ -179,17 +184,18 @@ def _told(book: SurvivalPlans, size: int) -> dict[str, object]:
     }
 
 
-def print_book(book: SurvivalPlans) -> None:
+def print_survival(book: SurvivalPlans) -> None:
     """The rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
     whole, plans = book.whole, _plans(book)
     print(
         f"{whole.collective} on {whole.topology.name}, {counted(len(whole.ranks), 'GPU')} "
-        f"({named_ranks(whole.ranks)}), over {channel_words(whole.channels)}"
+        f"({rank_names(whole.ranks)}), over {channel_words(whole.channels)}"
     )
-    print(f"rate   {_rate_words(whole)} ({verdict(whole.channels, whole.gap, in_network_words(whole))})")
+    print(f"rate   {_rate_words(whole)} ({rate_verdict(whole.channels, whole.gap, in_network_words(whole))})")
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     each = ", ".join(
-        f"{number} {(WORDS if number == 1 else SEVERAL)[kind]}" for kind, number in kinds.items()
+        f"{number} {(FAILURE_NOUN if number == 1 else FAILURE_NOUN_PLURAL)[kind]}"
+        for kind, number in kinds.items()
     )
     print(f"lost   one of {each}: {counted(len(book.outcomes), 'failure')}")
     print(f"plans  {len(plans)} before symmetry, {len(book.own)} after: so many classes of failures")
@@ -209,7 +215,12 @@ def print_book(book: SurvivalPlans) -> None:
         lost = "1 failure leaves" if len(none) == 1 else f"{len(none)} failures leave"
         print(f"none   {lost} no plan at all, such as that of {none[0].failure}; --json says why")
     print()
-    print(table(("lost", "of them", "GB/s", "bus", "bound", "over"), [*_classes(book, plans), *_nones(none)]))
+    print(
+        table(
+            ("lost", "of them", "GB/s", "bus", "bound", "over"),
+            [*_classes(book, plans), *_no_plan_rows(none)],
+        )
+    )
     print()
 
 
@@ -224,23 +235,24 @@ def _classes(book: SurvivalPlans, plans: dict[int, Plan]) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = []
     for plan in book.own:
         members = [book.outcomes[number].failure for number, one in plans.items() if one is plan]
-        bus = _bus(plan)
+        bus = _bus_bandwidth(plan)
         rates = ("-", "-", "-") if bus is None else (f"{plan.rate:.6g}", f"{bus:.6g}", f"{plan.bound:.6g}")
-        rows.append((_named(members), str(len(members)), *rates, channel_words(plan.channels)))
+        rows.append((_failure_names(members), str(len(members)), *rates, channel_words(plan.channels)))
     return rows
 
 
-def _nones(none: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def _no_plan_rows(none: Sequence[FailureOutcome]) -> list[tuple[str, ...]]:
     members = [one.failure for one in none]
-    return [(_named(members), str(len(members)), "-", "-", "-", "no plan")] if members else []
+    return [(_failure_names(members), str(len(members)), "-", "-", "-", "no plan")] if members else []
 
 
-def _named(failures: Sequence[Failure]) -> str:
+def _failure_names(failures: Sequence[MachineFailure]) -> str:
     """The failures of a class: GPUs and devices as ranges, the first links.
 
     Examples
     --------
-    >>> _named([Failure("gpu", "gpu0"), Failure("gpu", "gpu1"), Failure("link", "gpu0-nic0")])
+    >>> gpus = [MachineFailure("gpu", "gpu0"), MachineFailure("gpu", "gpu1")]
+    >>> _failure_names([*gpus, MachineFailure("link", "gpu0-nic0")])
     'gpu0,1, link gpu0-nic0'
     """
     parts = []
@@ -248,10 +260,10 @@ def _named(failures: Sequence[Failure]) -> str:
         names = [failure.name for failure in failures if failure.kind == kind]
         if kind == "link" and names:
             shown = 1
-            while shown < len(names) and len(" ".join(names[: shown + 1])) <= MOST_LETTERS:
+            while shown < len(names) and len(" ".join(names[: shown + 1])) <= MAX_LETTERS:
                 shown += 1
             more = f" and {len(names) - shown} more" if len(names) > shown else ""
             parts.append(f"link{'s' if len(names) > 1 else ''} {' '.join(names[:shown])}{more}")
         elif names:
-            parts.append(named_ranks(names))
+            parts.append(rank_names(names))
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""``topoplan recommend``: which GPUs to take, for one job or for several side by side."""
+"""Choose GPUs for one job, or for several side by side, for ``topoplan recommend``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import argparse
 from collections.abc import Sequence
 from itertools import groupby
 
-from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster, add_in_network
-from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import in_network_words, listed_sets, print_csv, print_json, print_notes, table
-from topoplan.cli.progress import progress_line
+from topoplan.cli.machine_options import (
+    RequestedMachine,
+    add_cluster_options,
+    add_fault_options,
+    add_in_network,
+)
+from topoplan.cli.output import (
+    gpu_set_lines,
+    in_network_words,
+    print_csv,
+    print_json,
+    print_notes,
+    progress_line,
+    table,
+)
 from topoplan.cli.sources import read_machine
-from topoplan.compare.jobs import Division, JobSet, divide
-from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import channel_words
+from topoplan.machine.fabric import channel_words
+from topoplan.operate.compare.job_division import Division, JobGpus, divide
+from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
+from topoplan.solve.upper_bound import bound
 from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 
@@ -26,7 +37,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``recommend``."""
     arguments.add_machine(parser)
     parser.add_argument(
-        "--count", type=arguments.whole(1, 999_999, "number of GPUs"), metavar="K", help="GPUs of the job"
+        "--count",
+        type=arguments.whole_number(1, 999_999, "number of GPUs"),
+        metavar="K",
+        help="GPUs of the job",
     )
     parser.add_argument(
         "--jobs",
@@ -43,9 +57,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster(parser)
+    add_cluster_options(parser)
     add_in_network(parser)
-    add_damage(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs is not None:
         return _run_jobs(options, collective)
     machine = read_machine(options)
-    free = _free(options, machine)
+    free = _free_gpus(options, machine)
     with progress_line("comparing") as progress:
         sets = recommend(machine.whole, options.count, collective, free=free, progress=progress)
     factor = bus_factor(collective, options.count)
@@ -89,7 +103,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     >>> _sizes("4,2,2")
     (4, 2, 2)
     """
-    one = arguments.whole(1, 999_999, "list of numbers of GPUs such as 4,2,2")
+    one = arguments.whole_number(1, 999_999, "list of numbers of GPUs such as 4,2,2")
     try:
         return tuple(one(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
@@ -100,7 +114,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _run_jobs(options: argparse.Namespace, collective: str) -> int:
     machine = read_machine(options)
-    free = _free(options, machine)
+    free = _free_gpus(options, machine)
     with progress_line("dividing") as progress:
         found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
     rows = [_job_object(job, collective) for job in found.jobs]
@@ -128,7 +142,7 @@ def _run_jobs(options: argparse.Namespace, collective: str) -> int:
     return 0
 
 
-def _job_object(job: JobSet, collective: str) -> dict[str, object]:
+def _job_object(job: JobGpus, collective: str) -> dict[str, object]:
     """A job for JSON; null where nothing moves."""
     return {
         "gpus": list(job.gpus),
@@ -141,7 +155,7 @@ def _job_object(job: JobSet, collective: str) -> dict[str, object]:
     }
 
 
-def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
+def _print_jobs(machine: RequestedMachine, collective: str, found: Division) -> None:
     """A row for each job, and what is the best about it."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
@@ -185,7 +199,7 @@ def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
         print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")
 
 
-def _free(options: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
+def _free_gpus(options: argparse.Namespace, machine: RequestedMachine) -> tuple[int, ...]:
     """The GPUs to choose from, ascending."""
     if options.free is None:
         return machine.left
@@ -216,7 +230,7 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
     }
 
 
-def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
+def _print_sets(machine: RequestedMachine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
     """Classes best first, each with its sets, and what the best set leaves."""
     best = sets[0]
     classes = [
@@ -236,7 +250,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         beyond = _in_network(machine, collective, best)
         if beyond:
             print(f"       {beyond}")
-        print(f"leaves {_leaves(best, sets)}")
+        print(f"leaves {_remaining_words(best, sets)}")
     print()
     rows = [
         (
@@ -244,7 +258,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
             f"{group[0].rate:.6g}",
             f"{group[0].rate * factor:.6g}",
             f"{group[0].bound:.6g}",
-            _span([one.ring for one in group]),
+            _rate_range([one.ring for one in group]),
             group[0].ring_kind,
             f"{group[0].nccl:.6g}",
             group[0].nccl_kind,
@@ -257,24 +271,24 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
     print(table(heads, rows))
     print()
     for group in classes:
-        print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
+        print(gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
     print("ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires")
 
 
-def _in_network(machine: Machine, collective: str, best: GpuSet) -> str:
+def _in_network(machine: RequestedMachine, collective: str, best: GpuSet) -> str:
     """What in-network reduction could do on a set beside its bound, which leaves it out."""
     return in_network_words(bound(machine.whole, collective, gpus=best.gpus))
 
 
-def _span(rates: Sequence[float]) -> str:
+def _rate_range(rates: Sequence[float]) -> str:
     """A rate, or the least and the largest."""
     least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
     return least if least == most else f"{least}-{most}"
 
 
-def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
+def _remaining_words(best: GpuSet, sets: Sequence[GpuSet]) -> str:
     """What the best set leaves for the next job."""
     free = sorted({gpu for one in sets for gpu in one.gpus})
     rest = [gpu for gpu in free if gpu not in best.gpus]

@@ -1,35 +1,207 @@
-"""``topoplan show``: what a machine is made of.
+"""Print machines for ``topoplan show``, ``list`` and ``probe``: device tree, links, and connection matrix.
 
-The matrix is laid out like ``nvidia-smi topo -m``, with both legends.
+The matrix has the layout of ``nvidia-smi topo -m``, with both legends. The tree is like ``lspci -tv``: CPUs, host
+bridges, switches, GPUs and NICs. A row states the speed of the link to the device above, the ends of its NVLinks, and
+its model. Links that the tree does not state in full, such as NVLinks between two GPUs, are in the table of links (see
+`links_in_tree`).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plot
-from topoplan.cli.cluster_options import add_cluster
-from topoplan.cli.damage_options import add_damage
-from topoplan.cli.device_tree import told_by_tree, tree_text
-from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes, printable, table
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv
+from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.output import (
+    check_plot,
+    check_target,
+    draw_plot,
+    print_csv,
+    print_json,
+    print_notes,
+    printable,
+    table,
+    write_whole,
+)
 from topoplan.cli.sources import read_machine
-from topoplan.clusters import alike, excerpt
-from topoplan.degraded import nic_name
-from topoplan.formats.matrix import affinity_columns, relation_matrix
-from topoplan.health.diagnosis import machine_warnings
-from topoplan.hosts.notes import listed
-from topoplan.topology import Topology
-from topoplan.units import exact
+from topoplan.errors import UsageError
+from topoplan.machine.notes import listed
+from topoplan.machine.topology import FACTS, Device, Link, Topology
+from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
+from topoplan.operate.diagnosis import machine_warnings
+from topoplan.operate.plot.tree_layout import grow_forest
+from topoplan.reading.load import library, load
+from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
+from topoplan.reading.probe import probe
+from topoplan.units import counted, exact
+
+TreeNode = tuple[str, str]
+"""A device and an empty text, or a CPU and the name of a host bridge of it."""
+
+_RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5, "helper": 3}
+
+
+def device_tree_text(topology: Topology) -> str:
+    """The table of devices; empty for a machine of none.
+
+    PCIe GB/s is that of the link to what is above, in each direction; up and down where they differ.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> print(device_tree_text(topoplan.load("v100x4").subset([0, 1])))
+    device     PCIe GB/s  NVLink                    what
+    cpu0                                            Xeon E5-2686 v4
+    |-pcie0           12
+    | |-gpu0          12  1 link to gpu1, 25 GB/s   V100
+    | `-gpu1          12  1 link to gpu0, 25 GB/s   V100
+    `-pcie1           12
+    """
+    links = _links_by_device(topology)
+    homes = {device.numa for device in topology.devices if device.kind == "cpu"} | {None}
+    rows = []
+    for lead, (name, bridge), above in _tree_lines(topology):
+        if bridge:
+            rows.append((f"{lead}host bridge {bridge}", "", "", "", ""))
+            continue
+        device = topology.device(name)
+        speed, nvlinks = _uplink_speed(links, name, above), _nvlink_words(topology, links[name])
+        rows.append((lead + name, device.busid, speed, nvlinks, _model_and_facts(device, homes)))
+    if not rows:
+        return ""
+    columns = list(zip(("device", "bus id", "PCIe GB/s", "NVLink", "what"), *rows, strict=True))
+    shown = [column for column in columns if any(column[1:])]
+    header, *body = zip(*shown, strict=True)
+    return table(header, body)
+
+
+def links_in_tree(topology: Topology) -> frozenset[tuple[str, str, str]]:
+    """Source, destination and channel of the links that `device_tree_text` states in full, and a table need not
+    repeat.
+    """
+    links = _links_by_device(topology)
+    parents = {name: above for _, (name, bridge), above in _tree_lines(topology) if not bridge}
+    told = set()
+    for link in topology.links:
+        back = links[link.dst].get((link.src, link.channel))
+        if back is None or (back.bandwidth, back.count) != (link.bandwidth, link.count):
+            continue
+        on_tree = parents.get(link.src) == link.dst or parents.get(link.dst) == link.src
+        kinds = {topology.device(link.src).kind, topology.device(link.dst).kind}
+        if (link.channel == "pcie" and on_tree and link.count == 1) or (
+            link.channel == "nvlink" and kinds == {"gpu", "nvswitch"}
+        ):
+            told.add((link.src, link.dst, link.channel))
+    return frozenset(told)
+
+
+def _links_by_device(topology: Topology) -> dict[str, dict[tuple[str, str], Link]]:
+    """Links that leave each device, by destination and channel."""
+    links: dict[str, dict[tuple[str, str], Link]] = {device.name: {} for device in topology.devices}
+    for link in topology.links:
+        links[link.src][link.dst, link.channel] = link
+    return links
+
+
+def _tree_lines(topology: Topology) -> Iterator[tuple[str, TreeNode, str]]:
+    """Lead of the line, device or host bridge, and the device above; depth first."""
+    roots, children = _pcie_forest(topology)
+    waiting = [("", "", root, "") for root in reversed(roots)]
+    while waiting:
+        lead, deeper, node, above = waiting.pop()
+        yield lead, node, above
+        below = children.get(node, [])
+        for child in reversed(below):
+            last = child == below[-1]
+            leads = (deeper + ("`-" if last else "|-"), deeper + ("  " if last else "| "))
+            waiting.append((*leads, child, node[0]))
+
+
+def _pcie_forest(topology: Topology) -> tuple[list[TreeNode], dict[TreeNode, list[TreeNode]]]:
+    """The PCIe side as a forest, with host bridges between CPUs and what is known to hang below them."""
+    near: dict[str, list[str]] = {device.name: [] for device in topology.devices}
+    for link in topology.links:
+        if link.channel == "pcie":
+            near[link.src].append(link.dst)
+            near[link.dst].append(link.src)
+    network = {end for link in topology.links if link.channel == "network" for end in (link.src, link.dst)}
+    # Switches of the network, and NICs that have no place inside a server, stand in the table of links.
+    place = {
+        d.name: position
+        for position, d in enumerate(topology.devices)
+        if d.kind != "switch" and (d.kind != "nic" or near[d.name] or d.name not in network)
+    }
+    for name, ends in near.items():
+        near[name] = sorted(place.keys() & set(ends), key=place.__getitem__)
+    roots, below = grow_forest(list(place), near, rank={d.name: _RANK[d.kind] for d in topology.devices})
+    bridges = _host_bridges(topology, roots, below)
+    children: dict[TreeNode, list[TreeNode]] = {}
+    for above, found in below.items():
+        for child in found:
+            node = (above, bridges.get(child, "") if topology.device(above).kind == "cpu" else "")
+            if node[1] and node not in children:
+                children.setdefault((above, ""), []).append(node)
+            children.setdefault(node, []).append((child, ""))
+    return [(root, "") for root in roots], children
+
+
+def _host_bridges(
+    topology: Topology, roots: Sequence[str], below: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Host bridge of each device that states it, or whose children all have the same."""
+    order = list(roots)
+    for name in order:
+        order += below.get(name, ())
+    bridges: dict[str, str] = {}
+    for name in reversed(order):
+        found = {bridges.get(child, "") for child in below.get(name, ())}
+        bridges[name] = topology.device(name).fact("host_bridge") or (found.pop() if len(found) == 1 else "")
+    return bridges
+
+
+def _uplink_speed(links: Mapping[str, Mapping[tuple[str, str], Link]], name: str, above: str) -> str:
+    if not above:
+        return ""
+    up, down = links[name].get((above, "pcie")), links[above].get((name, "pcie"))
+    shown = [f"{link.bandwidth:g}" if link else "none" for link in (up, down)]
+    return shown[0] if shown[0] == shown[1] else "/".join(shown)
+
+
+def _nvlink_words(topology: Topology, leaving: Mapping[tuple[str, str], Link]) -> str:
+    """Such as ``6 links to 4 GPUs, 150 GB/s``: all that leaves a device, by the kind of its far ends."""
+    found: dict[str, list[Link]] = {}
+    for link in leaving.values():
+        if link.channel == "nvlink":
+            found.setdefault(topology.device(link.dst).kind, []).append(link)
+    parts = []
+    for kind, links in found.items():
+        ends = counted(len(links), "GPU" if kind == "gpu" else kind) if len(links) > 1 else links[0].dst
+        number, rate = sum(link.count for link in links), sum(link.bandwidth for link in links)
+        parts.append(f"{counted(number, 'link')} to {ends}, {rate:g} GB/s")
+    return "; ".join(parts)
+
+
+def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
+    """Model and facts; the NUMA node of a CPU, and of another device only where no CPU (``homes``) tells it."""
+    known = dict(device.facts)
+    speed = f"{known['gigabits']} Gb/s" if "gigabits" in known else ""
+    parts = [device.model, known.get("adapter", ""), "" if speed in device.model else speed]
+    parts += [f"sm {known['sm']}" if "sm" in known else known.get("gcn", "")]
+    told = device.numa in homes if device.kind != "cpu" else device.numa is None
+    parts += ["" if told else f"NUMA {device.numa}"]
+    parts += [f"CPUs {known['cpus']}" if "cpus" in known and device.kind == "cpu" else ""]
+    parts += [f"{key} {value}" for key, value in device.facts if key not in FACTS]
+    return ", ".join(part for part in parts if part)
 
 
 def add_options(parser: OneLineParser) -> None:
     """Add the options of ``show``."""
     add_machine(parser)
-    add_cluster(parser)
-    add_damage(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
     add_plot(parser, "the machine")
     add_json(parser)
 
@@ -56,7 +228,7 @@ def show_machine(topology: Topology, options: argparse.Namespace) -> None:
 def draw_machine(topology: Topology, options: argparse.Namespace) -> None:
     """Draw a machine into a file if one is named."""
     if options.plot:
-        from topoplan.plot.machine import draw_topology
+        from topoplan.operate.plot.machine import draw_topology
 
         draw_plot(options, lambda: draw_topology(topology))
 
@@ -88,17 +260,17 @@ def _print_parts(topology: Topology) -> None:
     warnings = machine_warnings(topology)
     print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
     if len(topology.servers) > 1:
-        groups = alike(topology)
+        groups = equivalent_servers(topology)
         print("servers: " + ", ".join(_group_text(group) for group in groups))
         if len(groups) < len(topology.servers):
-            topology = excerpt(topology)
+            topology = representative_servers(topology)
     plugged = {end for link in topology.links if link.channel != "network" for end in (link.src, link.dst)}
     on_pcie = any(device.kind == "nic" and device.name in plugged for device in topology.devices)
     alone = not any(link.channel == "network" for link in topology.links)
     # NICs that are wired straight to GPUs would fill the matrix with NET and say nothing; the links below do.
     parts = [
         matrix_text(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",)),
-        tree_text(topology),
+        device_tree_text(topology),
         _link_text(topology),
     ]
     for part in parts:
@@ -121,7 +293,7 @@ def _link_text(topology: Topology) -> str:
 
     One row stands for both directions of a wire where they are equal, one for each where they differ.
     """
-    told = told_by_tree(topology)
+    told = links_in_tree(topology)
     links = {
         ends: link for link in topology.links if (ends := (link.src, link.dst, link.channel)) not in told
     }
@@ -138,10 +310,10 @@ def _link_text(topology: Topology) -> str:
     return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""
 
 
-WIDEST = 120
+MAX_MATRIX_COLUMNS = 120
 """Characters of a line of the matrix; one of more devices is printed in several blocks of columns."""
 
-_ROOMY = 120
+_WIDE_COLUMNS = 120
 
 _CODES = (
     "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several.",
@@ -170,7 +342,7 @@ def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
         return ""
     columns = [(name, *(row[i] for row in cells)) for i, name in enumerate(names)]
     columns += [(title, *shown) for title, shown in affinity_columns(topology, names).items()]
-    blocks = [_block(names, part) for part in _parts(names, columns)]
+    blocks = [_block_text(names, part) for part in _column_blocks(names, columns)]
     legend = ["Legend:", *(f"  {line}" for line in _CODES)]
     nics = _nic_lines(topology, names)
     if nics:
@@ -178,22 +350,22 @@ def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
     return "\n\n".join([*blocks, "\n".join(legend)])
 
 
-def _parts(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
+def _column_blocks(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
     """Columns in blocks that a line can hold."""
     parts: list[list[Sequence[str]]] = [[]]
     for column in columns:
-        if parts[-1] and _width(names, [*parts[-1], column], gap=1) > WIDEST:
+        if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_MATRIX_COLUMNS:
             parts.append([])
         parts[-1].append(column)
     return parts
 
 
-def _width(names: Sequence[str], columns: Sequence[Sequence[str]], *, gap: int) -> int:
+def _block_width(names: Sequence[str], columns: Sequence[Sequence[str]], *, gap: int) -> int:
     return max(map(len, names)) + sum(gap + max(map(len, column)) for column in columns)
 
 
-def _block(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    gap = 2 if _width(names, columns, gap=2) <= _ROOMY else 1
+def _block_text(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    gap = 2 if _block_width(names, columns, gap=2) <= _WIDE_COLUMNS else 1
     header, *rows = zip(("", *names), *columns, strict=True)
     return table(header, rows, gap=gap)
 
@@ -206,3 +378,76 @@ def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
         if device.kind == "nic" and text:
             meaning.setdefault(text, []).append(device.name)
     return [f"{listed(found)}: {printable(text)}" for text, found in meaning.items()]
+
+
+def add_list_options(parser: OneLineParser) -> None:
+    """Add the options of ``list``."""
+    add_json(parser)
+    add_csv(parser, "the table")
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Name the machines of the library, their GPUs and their links."""
+    check_csv(options)
+    machines = [load(name) for name in library()]
+    if options.json:
+        print_json(
+            {
+                "machines": [
+                    {
+                        "name": machine.name,
+                        "gpus": len(machine.gpus),
+                        "links": link_summary(machine),
+                        "source": machine.source,
+                        "notes": list(machine.notes),
+                    }
+                    for machine in machines
+                ]
+            }
+        )
+        return 0
+    rows = [
+        {"name": machine.name, "GPUs": str(len(machine.gpus)), "links": link_summary(machine)}
+        for machine in machines
+    ]
+    if options.csv:
+        print_csv(rows)
+        return 0
+    print(table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+    return 0
+
+
+def add_probe_options(parser: OneLineParser) -> None:
+    """Add the options of ``probe``."""
+    parser.add_argument("-o", metavar="F.json", dest="output", help="write the machine as topology JSON")
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10 minutes",
+    )
+    parser.add_argument(
+        "--sysfs-root",
+        metavar="DIR",
+        help="folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else /sys)",
+    )
+    add_plot(parser, "the machine")
+    add_json(parser)
+
+
+def run_probe(options: argparse.Namespace) -> int:
+    """Read this machine through its NVIDIA driver and Linux, show it, and write it as topology JSON."""
+    if options.output == "-" and options.json:
+        raise UsageError("-o - and --json both print the machine; leave one out")
+    check_target(options.output, "-o")
+    check_plot(options)
+    topology = probe(sysfs_root=options.sysfs_root, refresh=options.refresh)
+    if options.output == "-":
+        draw_machine(topology, options)
+        print(topology.to_json(), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, topology.to_json())
+    show_machine(topology, options)
+    if options.output and not options.json:
+        print(f"written: {options.output}")
+    return 0

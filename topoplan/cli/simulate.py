@@ -1,14 +1,18 @@
-"""``topoplan simulate``: model time of a plan over sizes, beside the ring's, and where they cross; or many jobs."""
+"""Print the model time of a plan over sizes beside the ring's, or of many jobs, for ``topoplan simulate``.
+
+``topoplan simulate JOBS.json --policy`` runs many jobs on shared links under each named policy.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from topoplan.cli import arguments, simulate_jobs
-from topoplan.cli.cluster_options import add_cluster
-from topoplan.cli.damage_options import add_damage
+from topoplan.cli import arguments
+from topoplan.cli.arguments import OneLineParser, first_set_option
+from topoplan.cli.machine_options import add_cluster_options, add_fault_options
 from topoplan.cli.output import (
     check_plot,
     check_target,
@@ -17,22 +21,129 @@ from topoplan.cli.output import (
     print_csv,
     print_json,
     print_notes,
+    progress_line,
+    table,
     write_whole,
 )
-from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import as_asked, read_plan_or_machine
-from topoplan.cli.tree_table import named_ranks, tree_noun
-from topoplan.errors import InfeasibleError
-from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.certificates import Demand
+from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_plan_or_machine
+from topoplan.cli.tree_table import rank_names, tree_noun
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
+from topoplan.model.fluid_simulation import PolicyRun, run_jobs
+from topoplan.model.job_policies import POLICIES, policy_named
+from topoplan.model.jobs import Workload, read_jobs
+from topoplan.model.times_by_size import Crossover, SizeRow, crossover, format_table, sweep
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
-from topoplan.schedules.one_hop import direct_sends
-from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.events import Run, chrome_trace, run_events
-from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
-from topoplan.topology import Topology
+from topoplan.reading.load import read_text
+from topoplan.schedules.low_latency import direct_sends
+from topoplan.schedules.ring import ring
+from topoplan.solve.planner import plan as make_plan
 from topoplan.units import bus_words, counted, format_size
+
+
+def add_job_options(parser: OneLineParser) -> None:
+    """Add what belongs to jobs."""
+    parser.add_argument(
+        "--policy",
+        metavar="P[,P…]",
+        help=f"TOPO is a file of jobs, run under each of {', '.join(POLICIES)}; all: under all of them",
+    )
+    parser.add_argument(
+        "--queues", type=int, metavar="K", help="with crux, how many priorities the network has (default: 8)"
+    )
+
+
+def check_job_options(options: argparse.Namespace) -> None:
+    """Refuse options of plans beside a policy, and those of policies without one."""
+    if options.policy is None:
+        if options.queues is not None:
+            raise UsageError("--queues belongs to --policy crux; leave it out, or give a policy")
+        return
+    given = first_set_option(
+        options, {name: None for name in (*MACHINE_OPTIONS, "trace") if hasattr(options, name)}
+    )
+    if given:
+        raise UsageError(f"{given} belongs to one plan and --policy to jobs; leave one of them out")
+
+
+def run_job_file(options: argparse.Namespace) -> int:
+    """Run a file of jobs under policies and print what became of them."""
+    names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
+    if options.queues is not None and "crux" not in names:
+        raise UsageError("--queues belongs to crux; name it among the policies, or leave --queues out")
+    policies = [policy_named(name, queues=options.queues if name == "crux" else None) for name in names]
+    where = "standard input" if options.topo == "-" else options.topo
+    folder = "" if options.topo == "-" else str(Path(options.topo).parent)
+    try:
+        jobs = read_jobs(read_text(options.topo), folder=folder)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    outcomes = []
+    with progress_line("running jobs") as progress:
+        for policy in policies:
+            if progress:
+                progress(f"under {policy.name} …")
+            outcomes.append(run_jobs(jobs, policy))
+    if options.plot:
+        from topoplan.operate.plot.charts import draw_jobs
+
+        draw_plot(options, lambda: draw_jobs(outcomes))
+    if options.json:
+        print_json({"policies": {one.policy: one.to_object() for one in outcomes}})
+        return 0
+    _print_policies(jobs, outcomes)
+    if options.plot:
+        print(f"written: {options.plot}")
+    return 0
+
+
+def _print_policies(jobs: Workload, outcomes: Sequence[PolicyRun]) -> None:
+    until = "" if jobs.horizon is None else f", until {jobs.horizon:g} s"
+    print(f"{counted(len(jobs.jobs), 'job')} on {counted(len(jobs.links), 'link')}{until}\n")
+    rows = []
+    for one in outcomes:
+        order = "equal" if one.order is None else " ".join(jobs.jobs[number].name for number in one.order)
+        ends = [run.stages[0] for run in one.runs if run.stages]
+        rows.append(
+            (
+                one.policy,
+                _seconds_text(sum(ends) / len(ends) if ends else None),
+                _seconds_text(one.cost),
+                _seconds_text(one.makespan),
+                f"{one.utilisation:.1%}",
+                order,
+            )
+        )
+    print(table(("policy", "first stage s", "cost", "makespan s", "utilisation", "order"), rows))
+    print()
+    details = []
+    for one in outcomes:
+        for number, (job, run) in enumerate(zip(jobs.jobs, one.runs, strict=True)):
+            times = run.iterations
+            details.append(
+                (
+                    one.policy,
+                    job.name,
+                    " ".join(f"{end:.6g}" for end in run.stages) or "-",
+                    str(len(times)),
+                    _seconds_text(times[0] if times else None),
+                    _seconds_text(sum(times) / len(times) if times else None),
+                    _seconds_text(times[-1] if times else None),
+                    _seconds_text(one.idle(number)),
+                )
+            )
+    head = ("policy", "job", "stages end at s", "iterations", "first s", "mean s", "last s", "idle s")
+    print(table(head, details))
+    print(
+        "\ncost: weight x end of the first stage, summed over jobs; idle: seconds in which a job's GPUs do not compute"
+    )
+
+
+def _seconds_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -48,7 +159,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--headroom",
-        type=arguments.part_of_a_link,
+        type=arguments.link_fraction,
         metavar="F",
         help="tell how long queues at switches grow in the run of the largest size, and without them: with every flow "
         "paced at this part of its share of the links",
@@ -56,9 +167,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
-    simulate_jobs.add_options(parser)
-    add_cluster(parser)
-    add_damage(parser)
+    add_job_options(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,9 +177,9 @@ def run(options: argparse.Namespace) -> int:
     arguments.check_csv(options)
     check_target(options.trace, "--trace")
     check_plot(options)
-    simulate_jobs.check_options(options)
+    check_job_options(options)
     if options.policy is not None:
-        return simulate_jobs.run(options)
+        return run_job_file(options)
     sizes = options.sizes
     with progress_line("planning") as progress:
         plan = _plan(options, progress)
@@ -78,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
     if options.plot:
-        from topoplan.plot.sweep import draw_sweep
+        from topoplan.operate.plot.charts import draw_sweep
 
         name = f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size"
         curves = {name: rows}
@@ -93,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
     queues = None
     if options.headroom is not None:
         with progress_line("running events"):
-            queues = _Queues.of(plan.at(max(sizes)), max(sizes), options.headroom)
+            queues = _SwitchQueues.of(plan.at(max(sizes)), max(sizes), options.headroom)
     notes = (*plan_notes(plan), *notes)
     direct = plan.collective == ALL_TO_ALL
     if options.json:
@@ -115,7 +226,7 @@ def run(options: argparse.Namespace) -> int:
         named = (("plan", rows), (rival.schedule if rival else "", rival_rows))
         print_csv([{"schedule": name, **row.to_object()} for name, part in named for row in part])
         return 0
-    gpus = f"{counted(len(plan.ranks), 'GPU')} ({named_ranks(plan.ranks)})"
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({rank_names(plan.ranks)})"
     print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
     for line in _describe(plan):
         print(f"# plan: {line}")
@@ -137,16 +248,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Queues:
+class _SwitchQueues:
     """What waits at switches in the run of a buffer, as senders send and paced."""
 
     nbytes: int
     headroom: float
-    free: Run
-    paced: Run
+    free: SimulatedRun
+    paced: SimulatedRun
 
     @classmethod
-    def of(cls, plan: Plan, nbytes: int, headroom: float) -> _Queues:
+    def of(cls, plan: Plan, nbytes: int, headroom: float) -> _SwitchQueues:
         """Both runs of a plan."""
         paced = run_events(plan, nbytes=nbytes, headroom=headroom)
         return cls(nbytes, headroom, run_events(plan, nbytes=nbytes), paced)
@@ -170,7 +281,7 @@ class _Queues:
                     "seconds": run.seconds,
                     "in_flight": run.in_flight,
                     "ports": [
-                        {"link": list(_ends(run, one.link)), "chunks": one.chunks, "bytes": one.nbytes}
+                        {"link": list(_queue_ends(run, one.link)), "chunks": one.chunks, "bytes": one.nbytes}
                         for one in run.queues
                     ],
                 }
@@ -179,13 +290,13 @@ class _Queues:
         }
 
 
-def _queue_text(run: Run) -> str:
+def _queue_text(run: SimulatedRun) -> str:
     """The most that waits anywhere."""
     under_way = f"at most {counted(run.in_flight, 'chunk')} under way"
     largest = run.largest_queue
     if largest is None:
         return f"{under_way}, none waits in a switch"
-    source, destination = _ends(run, largest.link)
+    source, destination = _queue_ends(run, largest.link)
     others = f", no more at {counted(len(run.queues) - 1, 'other port')}" if len(run.queues) > 1 else ""
     return (
         f"{under_way}, {largest.chunks} of them ({format_size(round(largest.nbytes))}) wait at {source} for "
@@ -193,7 +304,7 @@ def _queue_text(run: Run) -> str:
     )
 
 
-def _ends(run: Run, link: int) -> tuple[str, str]:
+def _queue_ends(run: SimulatedRun, link: int) -> tuple[str, str]:
     found = run.fabric.links[link]
     return found.src, found.dst
 
@@ -203,7 +314,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
     source = read_plan_or_machine(options)
     if not isinstance(source, Topology):
         return source
-    machine = as_asked(options, source)
+    machine = apply_machine_options(options, source)
     return make_plan(
         machine.whole,
         options.collective or "allreduce",
@@ -233,7 +344,7 @@ def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
 
 
-def _curve_object(plan: Plans, rows: Sequence[Row]) -> dict[str, object]:
+def _curve_object(plan: Plans, rows: Sequence[SizeRow]) -> dict[str, object]:
     curve = [row.to_object() for row in rows]
     if isinstance(plan, Plan):
         return {**_plan_object(plan), "rows": curve}

@@ -1,4 +1,4 @@
-"""What TOPO and PLAN.json on the command line name: a library machine, a file, or ``-`` for stdin."""
+"""Read what TOPO and PLAN.json on the command line name: a library machine, a file, or ``-`` for stdin."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, cast
 
-from topoplan.cli.arguments import first_given
-from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
-from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
+from topoplan.cli.arguments import first_set_option
+from topoplan.cli.machine_options import (
+    CLUSTER_OPTIONS,
+    FAULT_OPTIONS,
+    RequestedMachine,
+    apply_cluster_options,
+    apply_faults,
+    apply_overlay,
+)
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import decode_log, library, load, load_text, read_text
-from topoplan.formats.slurm.hostlist import expand
-from topoplan.formats.topology_json import decode_json
-from topoplan.hosts.gpu_identity import with_capable
-from topoplan.in_network import with_in_network
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.topology import Topology
+from topoplan.machine.topology_json import decode_json
+from topoplan.machine.variants import with_in_network
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
-from topoplan.topology import Topology
+from topoplan.reading.load import decode_log, library, load, load_text, read_text
+from topoplan.reading.slurm import expand_hostlist
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
-SETTLED = (
+MACHINE_OPTIONS = (
     *(
         "gpus",
         "server",
@@ -39,34 +45,34 @@ SETTLED = (
         "merge",
     ),
     *CLUSTER_OPTIONS,
-    *DAMAGE_OPTIONS,
+    *FAULT_OPTIONS,
 )
 """Options that a plan file has settled already; a command has some of them, None where they are not given."""
 
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
-def read_machine(options: argparse.Namespace) -> Machine:
+def read_machine(options: argparse.Namespace) -> RequestedMachine:
     """The machine that TOPO and the options of clusters and broken machines ask for; errors as `topoplan.load`."""
-    return as_asked(options, read_topology(options))
+    return apply_machine_options(options, read_topology(options))
 
 
-def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
+def apply_machine_options(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
     """A machine as the options of clusters and broken machines change it."""
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
-    described = overlaid(options, topology)
-    whole = with_capable(as_cluster(options, described, gpus=used))
+    described = apply_overlay(options, topology)
+    whole = with_capable(apply_cluster_options(options, described, gpus=used))
     which = getattr(options, "in_network", None)
-    machine = damaged(options, whole if which is None else with_in_network(whole, which))
+    machine = apply_faults(options, whole if which is None else with_in_network(whole, which))
     return replace(machine, described=described)
 
 
 def read_topology(options: argparse.Namespace) -> Topology:
     """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
     _check_stdin(options)
-    return printable_machine(load(options.topo, **_asked(options)))
+    return printable_machine(load(options.topo, **_load_options(options)))
 
 
 def _check_stdin(options: argparse.Namespace) -> None:
@@ -76,7 +82,7 @@ def _check_stdin(options: argparse.Namespace) -> None:
         raise UsageError("stdin is read once; give TOPO, --merge and --overlay a file each, but for one")
 
 
-class _Asked(TypedDict):
+class _LoadOptions(TypedDict):
     """Options that say what a description leaves open."""
 
     nvlink_gbps: float | None
@@ -85,7 +91,7 @@ class _Asked(TypedDict):
     merge: str | None
 
 
-def _asked(options: argparse.Namespace) -> _Asked:
+def _load_options(options: argparse.Namespace) -> _LoadOptions:
     return {
         "nvlink_gbps": options.nvlink_gbps,
         "pcie_gbps": options.pcie_gbps,
@@ -122,21 +128,21 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
         return read_topology(options)
     text = read_plan_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
-        given = first_given(options, {name: None for name in SETTLED if hasattr(options, name)})
+        given = first_set_option(options, {name: None for name in MACHINE_OPTIONS if hasattr(options, name)})
         if given:
             raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
         return _verified(parse_claimed_plan(text, options.topo), options.topo)
-    where = _where(options.topo)
+    where = _place_words(options.topo)
     if _JOBS_FORMAT.search(text):
         raise UsageError(f"{where} is a file of jobs; topoplan simulate runs it under a --policy")
     folder = "" if options.topo == "-" else str(path.parent)
-    machine = load_text(text, where, Path(where).stem, folder=folder, **_asked(options))
+    machine = load_text(text, where, Path(where).stem, folder=folder, **_load_options(options))
     return printable_machine(machine)
 
 
 def parse_claimed_plan(text: str, path: str) -> Plans:
     """As `read_claimed_plan`, of a text that is read already."""
-    where = _where(path)
+    where = _place_words(path)
     if not text.strip():
         raise UsageError(f"{where} is empty; {_REMEDY}")
     try:
@@ -150,11 +156,13 @@ def _verified(plan: Plans, path: str) -> Plans:
     try:
         verify_all(plan)
     except PlanError as error:
-        raise PlanError(f"{_where(path)}: wrong plan: {error}; make it again with topoplan plan") from None
+        raise PlanError(
+            f"{_place_words(path)}: wrong plan: {error}; make it again with topoplan plan"
+        ) from None
     return plan
 
 
-def _where(path: str) -> str:
+def _place_words(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
@@ -165,7 +173,7 @@ def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
             path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else remedy
         )
     except TopologyError:
-        raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
+        raise UsageError(f"{_place_words(path)} is binary, not text; give another file") from None
 
 
 def read_log(path: str) -> str:
@@ -179,9 +187,9 @@ def read_log(path: str) -> str:
     try:
         text = read_text(path, "give what the test printed", decode=decode_log)
     except TopologyError:
-        raise UsageError(f"{_where(path)} is binary, not text; give what the test printed") from None
+        raise UsageError(f"{_place_words(path)} is binary, not text; give what the test printed") from None
     if not text.strip():
-        raise UsageError(f"{_where(path)} is empty; give what the test printed")
+        raise UsageError(f"{_place_words(path)} is empty; give what the test printed")
     return text
 
 
@@ -201,14 +209,14 @@ def read_demand(path: str) -> list[list[float]]:
     )
     if not numbers or not isinstance(value, dict) or set(value) != {"bytes"}:
         raise UsageError(
-            f'{_where(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
+            f'{_place_words(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
         )
     return cast("list[list[float]]", rows)
 
 
 def _decoded(text: str, path: str) -> object:
     try:
-        return decode_json(text, _where(path))
+        return decode_json(text, _place_words(path))
     except TopologyError as error:
         raise UsageError(str(error)) from None
 
@@ -230,14 +238,16 @@ def read_trees(path: str) -> list[object]:
         unknown = [key for key in value if key not in ("format", "trees")]
         if unknown:
             raise UsageError(
-                f"{_where(path)}: key {unknown[0][:40]!r} is unknown; known are format and trees"
+                f"{_place_words(path)}: key {unknown[0][:40]!r} is unknown; known are format and trees"
             )
         if value.get("format", TREES_FORMAT) != TREES_FORMAT:
-            raise UsageError(f"{_where(path)}: format {value['format']!r} is not {TREES_FORMAT!r}"[:200])
+            raise UsageError(
+                f"{_place_words(path)}: format {value['format']!r} is not {TREES_FORMAT!r}"[:200]
+            )
         value = value.get("trees")
     if not isinstance(value, list):
         raise UsageError(
-            f'{_where(path)} holds no trees; give {{"trees": [[[0, 1], [1, 2]]]}}, of each its edges [parent, child]'
+            f'{_place_words(path)} holds no trees; give {{"trees": [[[0, 1], [1, 2]]]}}, edges [parent, child]'
         )
     return value
 
@@ -267,12 +277,12 @@ def host_names(text: str) -> tuple[str, ...]:
     """
     if not os.path.isfile(text):
         try:
-            return expand(text)
+            return expand_hostlist(text)
         except TopologyError as error:
             raise UsageError(f"--hosts: no such file, and {error}") from None
     lines = [line.split("#")[0].split() for line in read_text(text).splitlines()]
     try:
-        found = tuple(dict.fromkeys(name for line in lines if line for name in expand(line[0])))
+        found = tuple(dict.fromkeys(name for line in lines if line for name in expand_hostlist(line[0])))
     except TopologyError as error:
         raise TopologyError(f"{text}: {error}") from None
     if not found:

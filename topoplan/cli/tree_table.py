@@ -10,34 +10,33 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.output import table
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.phases import Phases
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Shard, Stage, bracketed
+from topoplan.plans.shards import ImageShards, Shard, Stage, bracket_notation
+from topoplan.plans.structure import PlanPhases
 from topoplan.units import counted, name_ranges
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Shards that are listed."""
 
-MOST_NAMES = 8
+MAX_NAMES = 8
 """Names, or ranges of them, that are written of many."""
 
-LONGEST_TREE = 78
+MAX_TREE_LENGTH = 78
 """Characters of a tree that are written."""
 
 
-def named_ranks(names: Sequence[str]) -> str:
+def rank_names(names: Sequence[str]) -> str:
     """The names of GPUs, numbers as ranges; of many ranges the first ones and the last.
 
     Examples
     --------
-    >>> named_ranks(["gpu1", "gpu4", "gpu5", "gpu7"]), named_ranks([f"gpu{i}" for i in range(0, 100, 2)])[-8:]
+    >>> rank_names(["gpu1", "gpu4", "gpu5", "gpu7"]), rank_names([f"gpu{i}" for i in range(0, 100, 2)])[-8:]
     ('gpu1,4,5,7', '94,96,98')
     """
     ranges = name_ranges(names)
-    if len(ranges) > MOST_NAMES:
-        ranges = (*ranges[: MOST_NAMES - 1], "…", ranges[-1])
+    if len(ranges) > MAX_NAMES:
+        ranges = (*ranges[: MAX_NAMES - 1], "…", ranges[-1])
     return " ".join(ranges)
 
 
@@ -55,13 +54,13 @@ def tree_table(plan: Plan) -> str:
     >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:38])
     1 of 512 alike  1/512  0.3968  s0.gpu0
     """
-    listed = plan.shard_counts[:MOST_ROWS]
+    listed = plan.shard_counts[:MAX_ROWS]
     apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
     alike = isinstance(plan.shards, ImageShards)
     names = plan.vertices
     rows = []
     for number, (shard, count) in enumerate(listed):
-        stage = _shown_stage(shard)
+        stage = _printed_stage(shard)
         if plan.collective == ALL_TO_ALL and not stage.edges:
             continue
         weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
@@ -73,7 +72,7 @@ def tree_table(plan: Plan) -> str:
                 f"{weight:.4g}",
                 names[stage.root],
                 str(stage.height),
-                bracketed(names, stage, longest=LONGEST_TREE),
+                bracket_notation(names, stage, longest=MAX_TREE_LENGTH),
             )
         )
     text = table(("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree"), rows)
@@ -96,15 +95,15 @@ def tree_rows(plan: Plan) -> list[dict[str, object]]:
             "channel": _channels(plan, shard),
             "share": str(shard.share),
             "GB/s": float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0,
-            "root": plan.vertices[_shown_stage(shard).root],
-            "height": _shown_stage(shard).height,
-            "tree": bracketed(plan.vertices, _shown_stage(shard)),
+            "root": plan.vertices[_printed_stage(shard).root],
+            "height": _printed_stage(shard).height,
+            "tree": bracket_notation(plan.vertices, _printed_stage(shard)),
         }
         for shard, count in plan.shard_counts
     ]
 
 
-def _shown_stage(shard: Shard) -> Stage:
+def _printed_stage(shard: Shard) -> Stage:
     """The last one, which of a pair up and down is the way down; of an exchange its first."""
     gathers = [stage for stage in shard.stages if stage.op == "gather"]
     return gathers[0] if gathers else shard.stages[-1]
@@ -119,7 +118,7 @@ def _channels(plan: Plan, shard: Shard) -> str:
 _LISTED = 4
 
 
-def phase_table(by_phase: Phases) -> str:
+def phase_table(by_phase: PlanPhases) -> str:
     """What each phase could sustain alone, where, and which holds the plan back."""
     rows = []
     for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):

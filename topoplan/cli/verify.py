@@ -1,32 +1,83 @@
-"""``topoplan verify``: the independent check of a plan file, or of a file that an engine runs."""
+"""Check a plan file, or a file that an engine runs, for ``topoplan verify``, independent of the solver.
+
+The engine (MSCCL++ JSON, MSCCL XML) is recognised by the content of the file.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from topoplan.bounds.upper_bound import in_network_bound
-from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import in_network_words, plan_notes, print_error, print_json, print_notes, table
-from topoplan.cli.progress import progress_line
+from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_set_option, gpu_list
+from topoplan.cli.output import (
+    in_network_words,
+    plan_notes,
+    print_error,
+    print_json,
+    print_notes,
+    progress_line,
+    table,
+)
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
+from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
+from topoplan.engines.mscclpp_read import read_plan_file
+from topoplan.engines.mscclpp_read_back import check_execution_plan
+from topoplan.engines.verdict import EngineVerdict, TrafficLoads, machine_loads
 from topoplan.errors import PlanError, UsageError
-from topoplan.fabric.fabric import channel_words
-from topoplan.formats.load import load
-from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_file
-from topoplan.interpreters.traffic import Loads, machine_loads
-from topoplan.interpreters.verdict import Verdict
-from topoplan.plans.certificates import explain_certificate
+from topoplan.machine.fabric import channel_words
+from topoplan.model.dataflow import LAUNCH
+from topoplan.model.times_by_size import TimeBound, check_times
+from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.json_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, check_shape
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
-from topoplan.simulation.latency import LAUNCH
-from topoplan.simulation.time_bound import TimeBound, check_times
+from topoplan.reading.load import load
+from topoplan.solve.upper_bound import in_network_bound
 from topoplan.units import bus_words, counted, format_size
+
+MSCCLPP = "mscclpp"
+MSCCL = "msccl"
+ENGINES = {MSCCLPP: "execution plan of MSCCL++", MSCCL: "algorithm of MSCCL"}
+"""What a file of each engine is called."""
+
+_TOPOPLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.')
+
+
+def engine_of(text: str) -> str | None:
+    """The engine that a text is for; None where it is for none.
+
+    Examples
+    --------
+    >>> engine_of('{"name": "mine", "collective": "allreduce", "gpus": []}')
+    'mscclpp'
+    >>> engine_of('{"format": "topoplan.plan/1", "gpus": []}')
+    """
+    if re.search(r"<algo\s", text[:10_000]) and text.lstrip("\ufeff \t\r\n").startswith("<"):
+        return MSCCL
+    if not text.lstrip().startswith("{") or _TOPOPLAN_FORMAT.search(text):
+        return None
+    if re.search(r'"gpus"\s*:', text) and re.search(r'"(collective|protocol|inplace)"\s*:', text):
+        return MSCCLPP
+    return None
+
+
+def read_engine_file(text: str, engine: str) -> Callable[[], EngineVerdict]:
+    """The check of a file of an engine, which raises PlanError where the file is wrong.
+
+    Raises
+    ------
+    PlanError
+        The file cannot be read.
+    """
+    if engine == MSCCL:
+        return partial(check_msccl, read_algorithm_file(text))
+    return partial(check_execution_plan, read_plan_file(text))
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -49,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     engine = engine_of(text)
     if engine is not None:
         return _run_engine_file(options, text, engine)
-    given = first_given(options, {"machine": None, "gpus": None})
+    given = first_set_option(options, {"machine": None, "gpus": None})
     if given:
         raise UsageError(f"{given} goes with an engine's file; a plan names its machine itself")
     if is_mesh(text):
@@ -230,7 +281,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int
     return 0
 
 
-def _engine_object(kind: str, verdict: Verdict, loads: Loads | None) -> dict[str, object]:
+def _engine_object(kind: str, verdict: EngineVerdict, loads: TrafficLoads | None) -> dict[str, object]:
     found: dict[str, object] = {
         "valid": True,
         "kind": kind,

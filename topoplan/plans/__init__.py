@@ -1,10 +1,10 @@
 """The plan and its independent check."""
 
-from topoplan.fabric.fabric import Arc, Fabric, usable_fabric
-from topoplan.plans.certificates import Certificate, Channels, Cut, Lengths, Partition, Trivial
+from topoplan.machine.fabric import Arc, Fabric, usable_fabric
+from topoplan.plans.certificates.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
 from topoplan.plans.plan import Plan, Plans, SizeRange
+from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.size_plans import SizePlans
-from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.plans.verify import Verification, verify, verify_all
 
 __all__ = [

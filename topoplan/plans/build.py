@@ -1,19 +1,105 @@
-"""Turn a finished forest into a Plan: recompute its rate, recompute its bound, keep the stronger proof."""
+"""Check a request once, and turn a finished forest into a `Plan`.
+
+`Allocation` holds a collective, the GPUs that take part and the links that it may use; planner, bounds and
+schedules all begin there. Ranks are the chosen GPUs in ascending order. `build_plan` recomputes the rate from the
+forest and the bound from its certificate, and keeps the stronger proof; neither is taken from a solver.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
-from topoplan.errors import InfeasibleError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificates import Certificate, Trivial
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Topology, TopologyLike, as_topology
+from topoplan.plans.certificates.certificate import Certificate, Trivial
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Shard, Stage
+from topoplan.plans.plan import COLLECTIVES, Plan, check_collective, root_rank
+from topoplan.plans.shards import ImageShards, Shard, Stage
 from topoplan.units import nearest_float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A collective and the GPUs that take part.
+
+    Parameters
+    ----------
+    machine : Topology
+        With all its GPUs.
+    collective : str
+    gpus : tuple of int
+        Numbers of the chosen GPUs, ascending; rank i is the i-th.
+    root : int or None
+        Root rank of a broadcast or reduce.
+    """
+
+    machine: Topology
+    collective: str
+    gpus: tuple[int, ...]
+    root: int | None
+
+    @staticmethod
+    def of(
+        machine: TopologyLike,
+        collective: str = "allreduce",
+        *,
+        gpus: Sequence[int] | None = None,
+        root: int | None = None,
+        among: Sequence[str] = COLLECTIVES,
+    ) -> Allocation:
+        """The allocation that a caller describes.
+
+        Parameters
+        ----------
+        machine : Topology, or what `topoplan.load` takes
+        collective : str
+            In any of its spellings.
+        gpus : sequence of int or None
+            GPU numbers; None takes all.
+        root : int or None
+            GPU number of the root of a broadcast or reduce; None takes the first.
+        among : sequence of str
+            The collectives that the caller can do, those of trees by default.
+
+        Raises
+        ------
+        UsageError
+            Unknown collective or none of these, a GPU or root that is not there, a root that the collective does not
+            have.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> asked = Allocation.of(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 5, 7], root=5)
+        >>> asked.root, asked.topology.gpus, asked.fabric().channels
+        (1, ('gpu4', 'gpu5', 'gpu7'), ('nvlink',))
+        """
+        topology = as_topology(machine)
+        known = check_collective(collective)
+        if known not in among:
+            raise UsageError(
+                f"collective {known!r} is unknown to trees and rings; use topoplan.plan, or the schedule one-hop"
+            )
+        chosen = topology.select(gpus)
+        return Allocation(topology, known, chosen, root_rank(chosen, known, root))
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The machine without its other GPUs, as a plan states it."""
+        return self.machine.subset(self.gpus).settled()
+
+    def fabric(self, channels: str = "auto") -> Fabric:
+        """The first choice of links that joins the ranks in the ways the collective needs (see `usable_fabric`)."""
+        return usable_fabric(self.topology, channels=channels, collective=self.collective, root=self.root)
+
+    def connected(self, channels: str = "auto") -> Fabric:
+        """The first choice of links that leads from every rank to every other, whatever the collective."""
+        return usable_fabric(self.topology, channels=channels)
 
 
 def build_plan(

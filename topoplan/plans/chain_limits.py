@@ -1,23 +1,23 @@
-"""What limits the rate of schedules with few start-ups one after another: the proof of a bound on time at every size.
+"""Limit the rate of schedules with few start-ups in sequence: the proof of a bound on time at every size.
 
-A schedule pays the start-ups of its longest chain of hops, and moves the buffer at its rate. Chains of many hops allow
-the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of start-ups
-has a rate of at most so much. Two kinds:
+A schedule pays the start-ups of its longest chain of hops, and moves the buffer at its rate. Chains of many hops
+allow the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of
+start-ups has a rate of at most so much. Two kinds:
 
-- `Groups`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then what one group
-  has for another crosses straight from one to the other, and nothing of a third is added or copied on the way. Between
-  groups of p and q ranks one byte crosses at least
+- `GroupLimit`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then the data
+  of one group for another crosses straight from one to the other, and nothing of a third is added or copied on the
+  way. Between groups of p and q ranks one byte crosses at least
 
-      pq times where a chain has one hop only,   min(p, q) times where it has one hop more inside,   else once
+      pq times with chains of one hop only,   min(p, q) times with one hop more inside,   else once
 
-  for an allreduce. (With one hop more inside either all q ranks take in what was added up on the other side, or all p
-  send what they have.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves
-  its group q times or once. Sums over pairs of groups across a set S of devices bound the rate by what leaves S.
-- `Heights`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of that
-  height, by tables (`topoplan.trees.hop_constrained_exact`), so rate <= sum of c(e) y(e) over that. For few ranks.
+  for an allreduce. (With one hop more inside either all q ranks take in the sum of the other side, or all p send
+theirs.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves its group
+q times or once. Sums over pairs of groups across a set S of devices bound the rate by what leaves S.
+- `HeightLimit`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of
+  that height, by tables (`topoplan.plans.minimum_trees`), so rate <= sum of c(e) y(e) over that. For few ranks.
 
-Seconds of start-ups are given from outside (`topoplan.simulation.time_bound`): for every link what a hop over it pays
-at least. Switches that copy or add have no such limits.
+Seconds of start-ups are given from outside (`topoplan.model`): for every link what a hop over it pays at least.
+Switches that copy or add have no such limits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import capacity_of, leaving, node_set
 from topoplan.plans.json_values import read_list, read_number, read_object, read_text, read_texts, read_whole
-from topoplan.trees.hop_constrained_exact import LARGEST, UNREACHABLE, HopLimitedTrees
+from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees
 from topoplan.units import TOLERANCE
 
-BETWEEN = ("ranks", "servers", "sides")
-"""What the groups of `Groups` are: single ranks, servers, or the ranks on either side of the set."""
+GROUPINGS = ("ranks", "servers", "sides")
+"""What the groups of `GroupLimit` are: single ranks, servers, or the ranks on either side of the set."""
 
 
 class ChainLimit(ABC):
@@ -85,14 +85,14 @@ class ChainLimit(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Groups(ChainLimit):
+class GroupLimit(ChainLimit):
     """Schedules without two hops between groups, one after the other, and what must leave a set of devices then.
 
     Parameters
     ----------
     chain : float
     between : str
-        Of `BETWEEN`.
+        Of `GROUPINGS`.
     side : tuple of str
         Devices; every group is inside as a whole or not at all.
     """
@@ -118,7 +118,7 @@ class Groups(ChainLimit):
         for sender in groups:
             for receiver in groups:
                 if sender[0] in side and receiver[0] not in side:
-                    needed += _needed(collective, root, sender, receiver, crossings, fabric.size)
+                    needed += _least_crossings(collective, root, sender, receiver, crossings, fabric.size)
         if not needed:
             raise PlanError("nothing must leave the devices of a chain limit")
         return capacity_of(leaving(side, fabric), fabric) / needed
@@ -128,7 +128,7 @@ class Groups(ChainLimit):
 
 
 @dataclass(frozen=True, slots=True)
-class Heights(ChainLimit):
+class HeightLimit(ChainLimit):
     """Schedules whose chains have at most so many hops, and lengths under which trees of that height are dear.
 
     Parameters
@@ -148,8 +148,10 @@ class Heights(ChainLimit):
     def bound(
         self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
     ) -> Fraction:
-        if fabric.size > LARGEST:
-            raise PlanError(f"trees of a height are counted among up to {LARGEST} ranks, not {fabric.size}")
+        if fabric.size > LARGEST_EXACT:
+            raise PlanError(
+                f"trees of a height are counted among up to {LARGEST_EXACT} ranks, not {fabric.size}"
+            )
         inside, across = hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], start_ups)
         if self.chain > (self.height + 1) * min(inside, across) * (1 + TOLERANCE):
             raise PlanError(f"chains of {self.chain:.4g} s may have more than {self.height} hops")
@@ -185,12 +187,12 @@ def limit_from_object(item: object) -> ChainLimit:
     value = read_object(item, "limit")
     kind = value.get("kind")
     chain = read_number(value.get("chain"), "limit: chain")
-    if kind == Groups.kind:
+    if kind == GroupLimit.kind:
         between = read_text(value.get("between"), "limit: between")
-        if between not in BETWEEN:
-            raise PlanError(f"limit: between must be one of {', '.join(BETWEEN)}, not {between!r}"[:200])
-        return Groups(chain, between, read_texts(value.get("side"), "limit: side"))
-    if kind != Heights.kind:
+        if between not in GROUPINGS:
+            raise PlanError(f"limit: between must be one of {', '.join(GROUPINGS)}, not {between!r}"[:200])
+        return GroupLimit(chain, between, read_texts(value.get("side"), "limit: side"))
+    if kind != HeightLimit.kind:
         raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups or heights")
     lengths = []
     for row in read_list(value.get("lengths"), "limit: lengths"):
@@ -199,7 +201,7 @@ def limit_from_object(item: object) -> ChainLimit:
             raise PlanError(f"limit: a length must be [src, dst, length], not {ends!r}"[:200])
         src, dst = read_texts(ends[:2], "limit: length")
         lengths.append((src, dst, read_whole(ends[2], "limit: length")))
-    return Heights(chain, read_whole(value.get("height"), "limit: height"), tuple(lengths))
+    return HeightLimit(chain, read_whole(value.get("height"), "limit: height"), tuple(lengths))
 
 
 def rank_groups(fabric: Fabric, between: str, side: set[int]) -> list[tuple[int, ...]]:
@@ -232,7 +234,7 @@ def crossings_of(chain: float, inside: float, across: float, *, two: bool) -> st
     return "half" if chain <= across + 2 * inside else "once"
 
 
-def _needed(
+def _least_crossings(
     collective: str,
     root: int | None,
     sender: Sequence[int],
@@ -267,15 +269,15 @@ def hop_start_ups(
     return inside, across
 
 
-Arcs = list[list[tuple[int, float]]]
+ArcLists = list[list[tuple[int, float]]]
 
 
-def arcs_of(fabric: Fabric, costs: Sequence[float]) -> Arcs:
+def arcs_of(fabric: Fabric, costs: Sequence[float]) -> ArcLists:
     """For every state of the graph of routes, ranks first, where its links lead, and at which cost."""
     return [[(dst, costs[link]) for link, dst in row] for row in fabric.route_graph.leaving()]
 
 
-def nearest(arcs: Arcs, starts: Iterable[int], ends: set[int]) -> float:
+def nearest(arcs: ArcLists, starts: Iterable[int], ends: set[int]) -> float:
     """The least cost from any of some nodes to any of others; infinite where no way leads there."""
     heap = [(0.0, node) for node in starts]
     seen: set[int] = set()
@@ -291,7 +293,7 @@ def nearest(arcs: Arcs, starts: Iterable[int], ends: set[int]) -> float:
     return float("inf")
 
 
-def distances(arcs: Arcs, start: int, *, through: int = -1) -> list[float]:
+def distances(arcs: ArcLists, start: int, *, through: int = -1) -> list[float]:
     """The least cost from a node to every other; nodes below ``through`` are not passed on the way, but the start."""
     best = [float("inf")] * len(arcs)
     best[start] = 0.0

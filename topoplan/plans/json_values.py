@@ -1,6 +1,6 @@
-"""Values of plan files: written on one line, and read back with nothing believed but their types.
+"""Write the values of plan files on one line, and read them back with their types checked.
 
-Every reader takes the value and the words that a message names it by, and raises PlanError where it is of another type.
+Every reader takes the value and the words that a message names it by; a value of another type raises PlanError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
-from topoplan.formats.topology_json import decode_json
+from topoplan.machine.topology_json import decode_json
 from topoplan.units import nearest_float
 
 _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")

@@ -18,10 +18,9 @@ from math import lcm
 import numpy as np
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.symmetric_shards import ImageShards, shard_counts
-from topoplan.plans.tree import Edge, Shard, Stage
-from topoplan.symmetry.permutation_groups import link_orbits
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.permutation_groups import link_orbits
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
@@ -246,7 +245,7 @@ def full_links(loads: Sequence[Fraction], fabric: Fabric) -> tuple[int, ...]:
     """Indices of the links that are full when a forest of these loads runs at its rate."""
     rates = _rates(loads, fabric)
     rate = min(rates.values(), default=None)
-    keys = zip(map(_written, fabric.capacity), map(_written, loads), strict=True)
+    keys = zip(map(_rational_key, fabric.capacity), map(_rational_key, loads), strict=True)
     return tuple(number for number, key in enumerate(keys) if key in rates and rates[key] == rate)
 
 
@@ -257,12 +256,12 @@ def _rates(
     return {
         (capacity, load): Fraction(capacity[0] * load[1], capacity[1] * load[0])
         for capacity, load in dict.fromkeys(
-            zip(map(_written, fabric.capacity), map(_written, loads), strict=True)
+            zip(map(_rational_key, fabric.capacity), map(_rational_key, loads), strict=True)
         )
         if load[0]
     }
 
 
-def _written(value: Fraction) -> tuple[int, int]:
+def _rational_key(value: Fraction) -> tuple[int, int]:
     """A rational number as a key, which a Fraction is only after a division."""
     return value.numerator, value.denominator

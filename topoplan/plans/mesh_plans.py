@@ -22,8 +22,9 @@ from itertools import product
 from math import prod
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificates import Lengths, certificate_from_object
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Lengths, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
     check_known,
@@ -40,10 +41,9 @@ from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan, embedded_topology, plan_text
 from topoplan.plans.size_plans import read_plan_file
 from topoplan.plans.verify import Verification, verify
-from topoplan.topology import Topology
 from topoplan.units import nearest_float
 
-FORMAT = "topoplan.mesh/1"
+MESH_FORMAT = "topoplan.mesh/1"
 MESH_KEYS = (
     *("format", "axes", "weights", "ranks", "rate", "bound", "certificate", "groups", "topology"),
     *("gap", "seconds"),
@@ -128,7 +128,7 @@ class MeshPlans:
     def to_object(self) -> dict[str, object]:
         """The file as a JSON object."""
         return {
-            "format": FORMAT,
+            "format": MESH_FORMAT,
             "axes": [[name, extent] for name, extent in self.axes],
             "weights": [[name, str(weight)] for name, weight in self.weights],
             "ranks": list(self.ranks),
@@ -156,7 +156,7 @@ class MeshPlans:
     @staticmethod
     def from_object(value: dict[str, object]) -> MeshPlans:
         """Read such an object; errors as `from_json`."""
-        check_format(value, FORMAT)
+        check_format(value, MESH_FORMAT)
         check_known(value, MESH_KEYS, "the plans of a mesh")
         certificate = certificate_from_object(value.get("certificate"))
         if not isinstance(certificate, Lengths):
@@ -184,7 +184,7 @@ class MeshPlans:
 
 def is_mesh(text: str) -> bool:
     """Whether a text is a file of a mesh, right or wrong."""
-    return text.lstrip().startswith("{") and f'"format": "{FORMAT}"' in text[:200]
+    return text.lstrip().startswith("{") and f'"format": "{MESH_FORMAT}"' in text[:200]
 
 
 def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:

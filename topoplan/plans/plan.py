@@ -29,9 +29,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.fabric.fabric import CHANNEL_LINKS, UNIONS, Fabric
-from topoplan.formats.topology_json import topology_from_object
-from topoplan.plans.certificates import Certificate, Demand, Steiner, certificate_from_object
+from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric
+from topoplan.machine.topology import Topology, format_value
+from topoplan.machine.topology_json import topology_from_object
+from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
+from topoplan.plans.certificates.exchange import Demand
+from topoplan.plans.certificates.steiner import Steiner
 from topoplan.plans.json_values import (
     check_format,
     check_known,
@@ -45,16 +48,14 @@ from topoplan.plans.json_values import (
     read_whole,
 )
 from topoplan.plans.loads import team_wide_rate
-from topoplan.plans.symmetric_shards import ImageShards, shard_counts
-from topoplan.plans.tree import Shard, shard_bounds
-from topoplan.topology import Topology, shown
+from topoplan.plans.shards import ImageShards, Shard, shard_bounds, shard_counts
 from topoplan.units import format_size, nearest_float
 
 if TYPE_CHECKING:
     import networkx
 
-FORMAT = "topoplan.plan/1"
-FORMAT_2 = "topoplan.plan/2"
+PLAN_FORMAT = "topoplan.plan/1"
+PLAN_FORMAT_2 = "topoplan.plan/2"
 """What plans say that a reader of the first format cannot read: an all-to-all, gathers without entries, trees that join
 helpers or whose bound lets them, trees over NVLink and PCIe together."""
 
@@ -67,7 +68,7 @@ ROOTED = ("broadcast", "reduce")
 ALL_TO_ALL = "alltoall"
 """The collective in which every rank has another block for each rank: its trees are paths."""
 
-EVERY = (*COLLECTIVES, ALL_TO_ALL)
+ALL_COLLECTIVES = (*COLLECTIVES, ALL_TO_ALL)
 
 PLAN_KEYS = (
     *(
@@ -195,7 +196,7 @@ class Plan(Plans):
     method : str
         What built it: exact, mwu, or the baseline's name.
     shards : sequence of Shard
-        Shares add up to 1. A tuple, or for large plans `topoplan.plans.symmetric_shards.ImageShards`, which behaves as
+        Shares add up to 1. A tuple, or for large plans `topoplan.plans.shards.ImageShards`, which behaves as
         one.
     rate : float
         GB/s of algorithm bandwidth: bytes of the user's buffer per second, recomputed from the forest.
@@ -353,7 +354,7 @@ class Plan(Plans):
         """The plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": FORMAT_2 if self._is_later else FORMAT,
+            "format": PLAN_FORMAT_2 if self._is_later else PLAN_FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -382,8 +383,8 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        second = value.get("collective") == ALL_TO_ALL or value.get("format") == FORMAT_2
-        check_format(value, FORMAT_2 if second else FORMAT)
+        second = value.get("collective") == ALL_TO_ALL or value.get("format") == PLAN_FORMAT_2
+        check_format(value, PLAN_FORMAT_2 if second else PLAN_FORMAT)
         check_known(value, PLAN_KEYS, "the plan")
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
@@ -473,7 +474,7 @@ def check_shape(value: Mapping[str, object], plan: Plan) -> None:
     """
     for key, found in (("trees", plan.trees), ("height", plan.height)):
         if key in value and (value[key] != found or isinstance(value[key], bool)):
-            raise PlanError(f"claims {key} {shown(value[key])}; recomputed it is {found}")
+            raise PlanError(f"claims {key} {format_value(value[key])}; recomputed it is {found}")
 
 
 def plan_text(value: dict[str, object]) -> str:
@@ -493,7 +494,7 @@ def embedded_topology(value: dict[str, object]) -> Topology:
         raise PlanError(f"the embedded topology is wrong: {error}") from None
 
 
-_SPELLINGS = {
+_COLLECTIVE_ALIASES = {
     "all_reduce": "allreduce",
     "all_gather": "allgather",
     "reducescatter": "reduce_scatter",
@@ -512,10 +513,10 @@ def check_collective(collective: str) -> str:
     import difflib
 
     name = collective.lower().replace("-", "_")
-    name = _SPELLINGS.get(name, name)
-    if name not in EVERY:
-        near = difflib.get_close_matches(name, EVERY, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(EVERY)}"
+    name = _COLLECTIVE_ALIASES.get(name, name)
+    if name not in ALL_COLLECTIVES:
+        near = difflib.get_close_matches(name, ALL_COLLECTIVES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(ALL_COLLECTIVES)}"
         raise UsageError(f"collective {collective!r} is unknown; {hint}")
     return name
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topoplan.errors import PlanError, UsageError
+from topoplan.machine.topology import Topology
 from topoplan.plans.chain_limits import ChainLimit, limit_from_object
 from topoplan.plans.json_values import (
     check_format,
@@ -28,9 +29,8 @@ from topoplan.plans.json_values import (
 )
 from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
 from topoplan.plans.survival import SurvivalPlans
-from topoplan.topology import Topology
 
-FORMAT = "topoplan.plans/1"
+SIZE_PLANS_FORMAT = "topoplan.plans/1"
 SIZE_PLANS_KEYS = (
     *("format", "collective", "ranges", "topology", "times"),
     *(
@@ -49,13 +49,13 @@ SIZE_PLANS_KEYS = (
 )
 """Keys of a file of plans by size; the last line are those that ``plan --sizes --json`` adds."""
 
-EXCHANGE_FORMAT = "topoplan.plans/2"
+SIZE_PLANS_FORMAT_2 = "topoplan.plans/2"
 """Of files with a plan in which ranks exchange elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTimes:
-    """What a file says of the time at some sizes; `topoplan.simulation.time_bound` recomputes it.
+    """What a file says of the time at some sizes; `topoplan.model.times_by_size` recomputes it.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class SizePlans(Plans):
     @property
     def format(self) -> str:
         """The format of the file: readers of the first know no exchange of elements."""
-        return EXCHANGE_FORMAT if any(plan.exchanges for plan in self.plans) else FORMAT
+        return SIZE_PLANS_FORMAT_2 if any(plan.exchanges for plan in self.plans) else SIZE_PLANS_FORMAT
 
     def to_json(self) -> str:
         """The file; the same bytes for the same plans, always."""
@@ -211,7 +211,9 @@ class SizePlans(Plans):
     @staticmethod
     def from_object(value: dict[str, object]) -> SizePlans:
         """Read such an object; errors as `from_json`."""
-        check_format(value, EXCHANGE_FORMAT if value.get("format") == EXCHANGE_FORMAT else FORMAT)
+        check_format(
+            value, SIZE_PLANS_FORMAT_2 if value.get("format") == SIZE_PLANS_FORMAT_2 else SIZE_PLANS_FORMAT
+        )
         check_known(value, SIZE_PLANS_KEYS, "the plans by size")
         topology = embedded_topology(value)
         rows = read_list(value.get("ranges"), "ranges")
@@ -295,7 +297,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> str:
 def parse_plan_file(text: str) -> Plans:
     """Read the text of a plan file of any kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
     value = parse_object(text)
-    by_size = value.get("format") in (FORMAT, EXCHANGE_FORMAT)
+    by_size = value.get("format") in (SIZE_PLANS_FORMAT, SIZE_PLANS_FORMAT_2)
     if "failures" in value and not by_size:
         return SurvivalPlans.from_object(value)
     return SizePlans.from_object(value) if by_size else Plan.from_object(value)

@@ -1,38 +1,131 @@
-"""A plan together with one for every single failure of its machine, in one file: what to run when something dies.
+"""Plans for every single failure of a machine, in one file with the plan of the whole machine.
 
-Failures that the machine's symmetries take to each other share one plan. The first of them has it, and each other one
-has a renaming of devices that turns the first one's machine into its own. A renaming is looked up, never searched for:
-`SurvivalPlans.plan_without` plans nothing.
+Failures that the machine's symmetries take to each other share one plan. The first of them holds it; each other one
+holds a renaming of devices that turns the first one's machine into its own (`renamed_plan`). `plan_without` looks a
+renaming up and plans nothing. Renaming keeps trees, shares, rate and certificate: ranks and shards are numbered
+anew in the order of the other machine, and with node i called m(i) a symmetry g becomes m g m^-1. It proves nothing
+by itself.
 
-The file is that of the plan for the whole machine, format ``topoplan.plan/2``, with one more key, ``failures``. The
-machine of each failure follows from the failure, so no other machine is in the file. Reading believes nothing but the
-types; `verify_survival` rebuilds every failure's plan by its renaming and checks it on what is left.
+The file is that of the plan for the whole machine, format ``topoplan.plan/2``, with one more key, ``failures``; the
+machine of each failure follows from the failure. Reading checks types only; `verify_survival` rebuilds every plan
+by its renaming and checks it on the damaged machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from topoplan import degraded
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
-from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.machine import variants
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import OneFabric
+from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
-from topoplan.plans.plan import FORMAT_2, Plan, Plans, SizeRange, plan_text
-from topoplan.plans.renaming import carried
+from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, Plans, SizeRange, plan_text
+from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of
 from topoplan.plans.verify import Verification, verify
-from topoplan.topology import Topology
 
-KINDS = ("gpu", "link", "device")
+
+def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Plan:
+    """A plan on a machine that differs from its own in the names of devices alone.
+
+    Parameters
+    ----------
+    plan : Plan
+    names : mapping of str to str
+        The name there of every device that the plan names.
+    topology : Topology
+        The machine there.
+
+    Raises
+    ------
+    PlanError
+        A device has no name there.
+
+    Examples
+    --------
+    The two halves of a DGX-1V, GPUs 0 to 3 and 4 to 7, have the same wires.
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> plan = topoplan.plan(machine, "broadcast", gpus=[0, 1, 2], root=1)
+    >>> there = renamed_plan(plan, {"gpu0": "gpu4", "gpu1": "gpu5", "gpu2": "gpu6"}, machine.subset([4, 5, 6]))
+    >>> there.ranks[there.root], topoplan.verify(there).rate == plan.rate
+    ('gpu5', True)
+    """
+    if not isinstance(plan.certificate, OneFabric):
+        raise PlanError(f"a plan with a certificate of kind {plan.certificate.kind} cannot be renamed")
+    fabric = Fabric(topology, plan.channels)
+    before = Fabric(plan.topology, plan.channels)
+    for number, (shard, _) in enumerate(plan.shard_counts):
+        for position, stage in enumerate(shard.stages):
+            try:
+                stage.check_ranks(len(before.vertices))
+            except PlanError as error:
+                raise error.within(number, position) from None
+    try:
+        there = {name: place for place, name in enumerate(fabric.nodes)}
+        image = [there[names[name]] for name in before.nodes]
+        move = partial(moved_shard, vertices=image, names=names)
+        certificate = plan.certificate.renamed(names)
+        shards: Sequence[Shard]
+        if isinstance(plan.shards, ImageShards):
+            shards = ImageShards(
+                fabric.nodes,
+                fabric.size,
+                tuple(_conjugate(generator, image) for generator in plan.shards.generators),
+                tuple(move(shard) for shard in plan.shards.templates),
+            )
+        else:
+            shards = _in_plan_order(plan.collective, [move(shard) for shard in plan.shards])
+    except KeyError as error:
+        raise PlanError(f"the renaming has no device for {error}") from None
+    return Plan(
+        collective=plan.collective,
+        ranks=fabric.ranks,
+        root=None if plan.root is None else image[plan.root],
+        topology=topology,
+        channels=plan.channels,
+        schedule=plan.schedule,
+        method=plan.method,
+        shards=shards,
+        rate=plan.rate,
+        bound=plan.bound,
+        certificate=certificate,
+        notes=plan.notes,
+        order=plan.order,
+    )
+
+
+def _conjugate(generator: Sequence[int], image: Sequence[int]) -> tuple[int, ...]:
+    """What a permutation becomes when node i is called ``image[i]``."""
+    moved = [0] * len(image)
+    for place, target in enumerate(generator):
+        moved[image[place]] = image[target]
+    return tuple(moved)
+
+
+def _in_plan_order(collective: str, shards: list[Shard]) -> tuple[Shard, ...]:
+    """Shards as plans have them: in the order of their owners, or of the ends of their paths."""
+    if collective == ALL_TO_ALL:
+        return tuple(sorted(shards, key=lambda shard: path_ends(shard)[::-1]))
+    if collective in ("allgather", "reduce_scatter"):
+        return tuple(sorted(shards, key=owner_of))
+    return tuple(shards)
+
+
+FAILURE_KINDS = ("gpu", "link", "device")
 """What can fail."""
 
-LOSABLE = ("nvswitch", "pcie", "nic", "switch", "helper")
+LOSABLE_KINDS = ("nvswitch", "pcie", "nic", "switch", "helper")
 """Kinds of devices whose loss may leave a machine; without a CPU there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class MachineFailure:
     """One thing that a machine loses.
 
     Parameters
@@ -53,15 +146,15 @@ class Failure:
     def left_of(self, topology: Topology) -> Topology:
         """The machine without it; UsageError where it is not there, or nothing is left."""
         if self.kind == "link":
-            return degraded.without_links(topology, [self.name])
+            return variants.without_links(topology, [self.name])
         if self.kind == "device":
-            return degraded.without_devices(topology, [self.name])
+            return variants.without_devices(topology, [self.name])
         if self.name not in topology.gpus:
             raise UsageError(f"{topology.name} has no GPU {self.name!r}")
-        return degraded.without_gpus(topology, [topology.gpus.index(self.name)])
+        return variants.without_gpus(topology, [topology.gpus.index(self.name)])
 
 
-def single_failures(fabric: Fabric) -> tuple[Failure, ...]:
+def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
     """Every GPU, link and switch, NIC or helper whose loss a plan on a fabric may feel, in the machine's order.
 
     Examples
@@ -72,19 +165,19 @@ def single_failures(fabric: Fabric) -> tuple[Failure, ...]:
     (24, 'gpu0', 'link gpu3-gpu7')
     """
     kinds = {device.name: device.kind for device in fabric.topology.devices}
-    gpus = [Failure("gpu", name) for name in fabric.ranks]
+    gpus = [MachineFailure("gpu", name) for name in fabric.ranks]
     wires: dict[frozenset[str], str] = {}
     for link in fabric.links:
-        one, other = degraded.nic_name(link.src), degraded.nic_name(link.dst)
+        one, other = variants.nic_name(link.src), variants.nic_name(link.dst)
         if one != other:
             wires.setdefault(frozenset((one, other)), f"{one}-{other}")
-    links = [Failure("link", wire) for wire in wires.values()]
-    rest = [degraded.nic_name(name) for name in fabric.nodes[fabric.size :] if kinds[name] in LOSABLE]
-    return (*gpus, *links, *(Failure("device", name) for name in dict.fromkeys(rest)))
+    links = [MachineFailure("link", wire) for wire in wires.values()]
+    rest = [variants.nic_name(name) for name in fabric.nodes[fabric.size :] if kinds[name] in LOSABLE_KINDS]
+    return (*gpus, *links, *(MachineFailure("device", name) for name in dict.fromkeys(rest)))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FailureOutcome:
     """What is left after a failure: a plan of its own, the renamed plan of an earlier failure, or none.
 
     Parameters
@@ -100,7 +193,7 @@ class Outcome:
         Why there is no plan at all; else empty.
     """
 
-    failure: Failure
+    failure: MachineFailure
     plan: Plan | None = None
     like: int | None = None
     renaming: tuple[tuple[str, str], ...] = ()
@@ -131,7 +224,7 @@ class SurvivalPlans(Plans):
     """
 
     whole: Plan
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FailureOutcome, ...]
     seconds: float | None = field(default=None, compare=False)
 
     @property
@@ -195,8 +288,10 @@ class SurvivalPlans(Plans):
             After this failure there is no plan; the message says why.
         """
         whole = self.whole.topology
-        lost = [Failure("gpu", whole.gpus[gpu]) for gpu in (whole.select(gpus) if gpus else ())]
-        lost += [Failure("link", wire) for wire in links] + [Failure("device", name) for name in devices]
+        lost = [MachineFailure("gpu", whole.gpus[gpu]) for gpu in (whole.select(gpus) if gpus else ())]
+        lost += [MachineFailure("link", wire) for wire in links] + [
+            MachineFailure("device", name) for name in devices
+        ]
         if not lost:
             return self.whole
         if len(lost) > 1:
@@ -209,7 +304,7 @@ class SurvivalPlans(Plans):
             return self.plan_of(number)
         left = lost[0].left_of(whole)
         if Fabric(left, self.whole.channels).links == Fabric(whole, self.whole.channels).links:
-            return carried(self.whole, {device.name: device.name for device in whole.devices}, left)
+            return renamed_plan(self.whole, {device.name: device.name for device in whole.devices}, left)
         raise UsageError(f"the book has no plan without {lost[0]}; topoplan.replan makes one")
 
     def plan_of(self, number: int) -> Plan:
@@ -231,13 +326,13 @@ class SurvivalPlans(Plans):
         names.update(outcome.renaming)
         plan = self.outcomes[outcome.like].plan
         assert plan is not None, "outcomes are like those with plans of their own"
-        return carried(plan, names, outcome.failure.left_of(self.whole.topology))
+        return renamed_plan(plan, names, outcome.failure.left_of(self.whole.topology))
 
-    def _number_of(self, lost: Failure) -> int | None:
+    def _number_of(self, lost: MachineFailure) -> int | None:
         """The outcome of a failure, by whatever name it goes; None where there is none."""
         whole = self.whole.topology
-        meant = partial(degraded.find_links, whole) if lost.kind == "link" else None
-        name = lost.name if lost.kind == "link" else degraded.nic_name(lost.name)
+        meant = partial(variants.find_links, whole) if lost.kind == "link" else None
+        name = lost.name if lost.kind == "link" else variants.nic_name(lost.name)
         for number, outcome in enumerate(self.outcomes):
             failure = outcome.failure
             if failure.kind == lost.kind and (
@@ -250,22 +345,22 @@ class SurvivalPlans(Plans):
         """The file; the same bytes for the same plans, always."""
         rows = []
         for outcome in self.outcomes:
-            row = _row(outcome)
+            row = _outcome_row(outcome)
             if outcome.plan is not None:
                 text = plan_text(_without_topology(outcome.plan))
                 rows.append(f'{compact(row)[:-1]}, "plan": {text}}}')
             else:
                 rows.append(compact(row))
-        head = plan_text({**self.whole.to_object(), "format": FORMAT_2})
+        head = plan_text({**self.whole.to_object(), "format": PLAN_FORMAT_2})
         return f'{head[:-1]},\n "failures": [\n  ' + ",\n  ".join(rows) + "\n ]}\n"
 
     def to_object(self) -> dict[str, object]:
         """The file as a JSON object."""
         rows = [
-            {**_row(one), **({} if one.plan is None else {"plan": _without_topology(one.plan)})}
+            {**_outcome_row(one), **({} if one.plan is None else {"plan": _without_topology(one.plan)})}
             for one in self.outcomes
         ]
-        return {**self.whole.to_object(), "format": FORMAT_2, "failures": rows}
+        return {**self.whole.to_object(), "format": PLAN_FORMAT_2, "failures": rows}
 
     @staticmethod
     def from_json(text: str) -> SurvivalPlans:
@@ -284,7 +379,7 @@ class SurvivalPlans(Plans):
         if "failures" not in value:
             raise PlanError("the file has no key failures; topoplan plan --survive 1 -o makes one that has")
         whole = Plan.from_object({key: field for key, field in value.items() if key != "failures"})
-        outcomes: list[Outcome] = []
+        outcomes: list[FailureOutcome] = []
         for number, item in enumerate(read_list(value["failures"], "failures")):
             try:
                 outcomes.append(_read_outcome(item, whole.topology, outcomes))
@@ -312,7 +407,7 @@ def _without_topology(plan: Plan) -> dict[str, object]:
     return {key: value for key, value in plan.to_object().items() if key != "topology"}
 
 
-def _row(outcome: Outcome) -> dict[str, object]:
+def _outcome_row(outcome: FailureOutcome) -> dict[str, object]:
     """The row of an outcome, but for its own plan."""
     row: dict[str, object] = {outcome.failure.kind: outcome.failure.name}
     if outcome.like is not None:
@@ -324,22 +419,22 @@ def _row(outcome: Outcome) -> dict[str, object]:
     return row
 
 
-def _read_outcome(item: object, whole: Topology, earlier: Sequence[Outcome]) -> Outcome:
+def _read_outcome(item: object, whole: Topology, earlier: Sequence[FailureOutcome]) -> FailureOutcome:
     row = read_object(item, "a failure")
-    unknown = [key for key in row if key not in (*KINDS, "plan", "as", "rename", "none")]
-    kinds, ends = ([key for key in keys if key in row] for keys in (KINDS, ("plan", "as", "none")))
+    unknown = [key for key in row if key not in (*FAILURE_KINDS, "plan", "as", "rename", "none")]
+    kinds, ends = ([key for key in keys if key in row] for keys in (FAILURE_KINDS, ("plan", "as", "none")))
     if unknown or len(kinds) != 1 or len(ends) != 1 or ("rename" in row and ends != ["as"]):
         raise PlanError(
             f"a failure has one of gpu, link and device, and one of plan, as and none, not {', '.join(row)}"[
                 :200
             ]
         )
-    failure = Failure(kinds[0], read_text(row[kinds[0]], kinds[0]))
+    failure = MachineFailure(kinds[0], read_text(row[kinds[0]], kinds[0]))
     if "none" in row:
-        return Outcome(failure, reason=read_text(row["none"], "none"))
+        return FailureOutcome(failure, reason=read_text(row["none"], "none"))
     left = failure.left_of(whole)
     if "plan" in row:
-        return Outcome(failure, plan=Plan.from_object(read_object(row["plan"], "plan"), left))
+        return FailureOutcome(failure, plan=Plan.from_object(read_object(row["plan"], "plan"), left))
     like = read_whole(row["as"], "as")
     if not 0 <= like < len(earlier) or earlier[like].plan is None:
         raise PlanError(f"as is {like}, which is no earlier failure with a plan of its own"[:200])
@@ -348,7 +443,7 @@ def _read_outcome(item: object, whole: Topology, earlier: Sequence[Outcome]) -> 
     known = {device.name for device in whole.devices}
     if {name for name, _ in renaming} - known or sorted(dict(renaming).values()) != sorted(dict(renaming)):
         raise PlanError("rename permutes no devices of the machine among themselves")
-    return Outcome(failure, like=like, renaming=renaming)
+    return FailureOutcome(failure, like=like, renaming=renaming)
 
 
 def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
@@ -376,7 +471,7 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     for number, outcome in enumerate(book.outcomes):
         try:
             if outcome.plan is None and outcome.like is None:
-                _check_none(book.whole, outcome.failure)
+                _check_infeasible(book.whole, outcome.failure)
                 continue
             plan = book.plan_of(number)
             if plan.collective != book.whole.collective:
@@ -390,13 +485,13 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     return tuple(reports)
 
 
-def _check_none(whole: Plan, failure: Failure) -> None:
+def _check_infeasible(whole: Plan, failure: MachineFailure) -> None:
     """Hold a failure of which the file says so to leave no plan."""
-    if why_none(whole, failure) is None:
+    if infeasibility_reason(whole, failure) is None:
         raise PlanError("the file says that there is no plan, and links still join the GPUs")
 
 
-def why_none(whole: Plan, failure: Failure, channels: str = "auto") -> str | None:
+def infeasibility_reason(whole: Plan, failure: MachineFailure, channels: str = "auto") -> str | None:
     """Why a failure leaves no plan over a choice of channels; None where it leaves one."""
     if failure.kind == "gpu" and len(whole.ranks) == 1:
         return "no GPU is left"

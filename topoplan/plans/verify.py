@@ -1,10 +1,10 @@
-"""The independent check of a plan: nothing that a plan claims is believed.
+"""Verify a plan independently of how it was made: recompute every claim from the plan alone.
 
-From the plan alone it recomputes the trees, the postcondition (every rank ends with each contribution exactly
-once), the link loads, the rate, and the bound that the certificate proves. Contributions are counted: rank r
-starts with one of its own, which is what its buffer holds even where a collective has no use for it; a reduce edge
-adds the child's counts to the parent's, a broadcast edge replaces the child's by the parent's, and a gather adds what
-its root had chosen, before any of the exchange, to every rank of its tree. Entries count as what they stand for.
+Recomputed are the trees, the postcondition (every rank ends with each contribution exactly once), the link loads,
+the rate, and the bound that the certificate proves. Contributions are counted: rank r starts with one of its own,
+which is what its buffer holds even if a collective has no use for it; a reduce edge adds the child's counts to the
+parent's, a broadcast edge replaces the child's by the parent's, and a gather adds what its root had chosen, before
+any of the exchange, to every rank of its tree. Entries count as the elements that they represent.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import CHANNEL_LINKS, STAGED, Fabric
-from topoplan.hosts.staging import staged
-from topoplan.plans.certificates import Channels, Demand, Sparse
-from topoplan.plans.certificates.exchange import ends_of
-from topoplan.plans.certificates.sparse import check_entries
+from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
+from topoplan.machine.routing import staged
+from topoplan.plans.certificates.certificate import Channels
+from topoplan.plans.certificates.exchange import Demand, SparseCertificate, check_entries, path_ends
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import ALL_TO_ALL, EVERY, ROOTED, Plan, Plans
-from topoplan.plans.rounds import rounds
-from topoplan.plans.symmetric_shards import ImageShards, owner_of
-from topoplan.plans.tree import OPERATIONS, Shard, Stage
-from topoplan.symmetry.permutation_groups import keeps_wires, orbits
+from topoplan.plans.permutation_groups import keeps_wires, orbits
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
+from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, owner_of
+from topoplan.plans.structure import rounds
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
@@ -151,7 +149,7 @@ def verify_all(plans: Plans) -> tuple[Verification, ...]:
 
 
 def _check_header(plan: Plan) -> Fabric:
-    if plan.collective not in EVERY:
+    if plan.collective not in ALL_COLLECTIVES:
         raise PlanError(f"collective {plan.collective!r} is unknown")
     if tuple(plan.ranks) != plan.topology.gpus:
         raise PlanError(
@@ -345,7 +343,7 @@ def _check_exchange(plan: Plan) -> None:
     carried: dict[tuple[int, int], Fraction] = {}
     for number, shard in enumerate(plan.shards):
         try:
-            pair = ends_of(shard)
+            pair = path_ends(shard)
         except PlanError as error:
             raise error.within(number, 0) from None
         if carried and pair[::-1] < next(reversed(carried))[::-1]:
@@ -454,13 +452,13 @@ def _check_sparse(plan: Plan, fabric: Fabric) -> None:
     """Hold a sparse plan to what can run, and its certificate to speak of plans as it is."""
     certificate = plan.certificate
     if not plan.sparse:
-        if isinstance(certificate, Sparse):
+        if isinstance(certificate, SparseCertificate):
             raise PlanError("the certificate bounds plans that move entries, and this one moves none")
         return
     if plan.collective != "allreduce":
         raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
     rounds(plan)  # refuses shards that cannot run side by side
-    if not isinstance(certificate, Sparse):
+    if not isinstance(certificate, SparseCertificate):
         raise PlanError(
             "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"
         )

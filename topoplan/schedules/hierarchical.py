@@ -1,14 +1,17 @@
-"""Schedules dimension by dimension: BML and HiPS on BCubes and tori, two levels of parameter servers on clusters.
+"""Plan schedules level by level: BML and HiPS on grids, rails across servers, and three phases.
 
-Ranks are points of a grid, a digit for each dimension. A tree of the schedule leads every rank to the root by setting
-one digit after another to the root's, up to reduce and down to broadcast. How a digit is set is the level's kind:
+Ranks are points of a grid, a digit for each dimension. A tree leads every rank to the root by setting one digit
+after another: ``mesh`` in one hop from all others, ``ring`` step by step with half of the buffer each way round,
+``ps`` in one hop to the first rank of the dimension. Trees that start at different dimensions run side by side. BML
+has ``mesh`` in every dimension (Wang et al., NeurIPS 2018); HiPS takes a kind for each (Geng et al., 2018).
 
-- ``mesh``: in one hop; each of the ranks that differ there gets a piece from all others.
-- ``ring``: step by step along the ring of that dimension, half of the buffer each way round.
-- ``ps``: in one hop to the first rank of the dimension, which alone is a root there, as a parameter server is.
+Rails broadcast in three hops: scatter in the root's server, across over all NICs, gather in each server. Relayed
+rails take one more across: each server passes its part on to the rest, so the root's NICs send everything once.
+Reduce runs backwards.
 
-Trees that start at different dimensions run side by side, so that all ports are busy: BML has ``mesh`` in every
-dimension (Wang et al., NeurIPS 2018), HiPS takes a kind for each (Geng et al., 2018).
+Three phases (Blink 3.4): a part has one local root in each server, which collects it over a tree, exchanges it in
+one hop, and hands it down. Trees, roots and shares come from one program (`topoplan.solve.packing.composition`),
+pipelined by chunks.
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from fractions import Fraction
 from itertools import product
 from math import prod
 
-from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.servers import Servers
-from topoplan.plans.allocation import Allocation
-from topoplan.plans.build import build_plan, stage_order, trivial_plan
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard, Stage
-from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.topology import TopologyLike
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.packing.composition import THREE_PHASE
+from topoplan.solve.planner import plan
 
 LEVELS = ("mesh", "ring", "ps")
 
@@ -251,7 +255,7 @@ class _Grid:
 
 def _sides(fabric: Fabric, routes: LeastLoaded, levels: Sequence[str]) -> Digits:
     """The dimensions of a machine that nobody names."""
-    servers = Servers(fabric)
+    servers = FabricServers(fabric)
     counts = {len(members) for members in servers.members}
     if len(servers.names) > 1 and counts != {1} and len(counts) == 1:
         return (len(servers.names), counts.pop())
@@ -270,3 +274,204 @@ def _factorings(size: int) -> Iterator[Digits]:
     for first in range(2, size // 2 + 1):
         if size % first == 0:
             yield from ((first, *rest) for rest in _factorings(size // first))
+
+
+RAILS, RELAYED_RAILS = "rails", "relayed rails"
+
+
+def rails(
+    topology: TopologyLike,
+    collective: str = "broadcast",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The broadcast or reduce along rails: one tree for each place in a server, of height three.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+        A cluster: its devices say to which server they belong.
+    collective : str
+        broadcast or reduce.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None. Servers may have different numbers of them: rails are as many as the least.
+    root : int or None
+        GPU number of the root; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, all GPUs on one server, or a GPU out of range.
+    InfeasibleError
+        The channels do not connect the allocation, or a hop would pass another GPU.
+
+    Examples
+    --------
+    Four DGX-A100 with a NIC of 25 GB/s for each GPU: three of four eighths leave each, at 25 / (3 / 8) GB/s.
+
+    >>> import topoplan
+    >>> four = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=4)], nic_gbps=200, nics=8,
+    ...                         nic_access="direct")
+    >>> plan = rails(four)
+    >>> plan.trees, plan.height, round(plan.rate, 2)
+    (8, 3, 66.67)
+    """
+    return _rails(RAILS, topology, collective, gpus=gpus, root=root, channels=channels)
+
+
+def relayed_rails(
+    topology: TopologyLike,
+    collective: str = "broadcast",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The broadcast or reduce along rails on which every other server passes on a part: trees of height four.
+
+    Parameters and errors are those of `rails`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> four = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=4)], nic_gbps=200, nics=8)
+    >>> plan = relayed_rails(four)
+    >>> plan.trees, plan.height, round(plan.rate, 2)
+    (24, 4, 171.43)
+    """
+    return _rails(RELAYED_RAILS, topology, collective, gpus=gpus, root=root, channels=channels)
+
+
+def _rails(
+    kind: str,
+    topology: TopologyLike,
+    collective: str,
+    *,
+    gpus: Sequence[int] | None,
+    root: int | None,
+    channels: str,
+) -> Plan:
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    if asked.root is None:
+        raise UsageError(
+            f"rails are a broadcast or a reduce, not {asked.collective}; choose another schedule"
+        )
+    fabric = asked.connected(channels)
+    servers = FabricServers(fabric)
+    servers.check()
+    op = asked.collective
+    members = sorted(
+        (sorted(each.tolist()) for each in servers.members),
+        key=lambda ranks: (asked.root not in ranks, ranks),
+    )
+    count = min(len(ranks) for ranks in members)
+    routes = LeastLoaded(fabric)
+    relays = range(1, len(members)) if kind == RELAYED_RAILS else (0,)
+    share = Fraction(1, count * len(relays))
+    shards = [
+        _shard(fabric, op, asked.root, members, place, relay, share, routes)
+        for relay in relays
+        for place in range(count)
+    ]
+    made = build_plan(
+        fabric,
+        op,
+        root=asked.root,
+        shards=shards,
+        certificate=best_bound(fabric, op, asked.root),
+        schedule=kind,
+        method=kind,
+    )
+    return made.timed(time.perf_counter() - started)
+
+
+def _shard(
+    fabric: Fabric,
+    op: str,
+    root: int,
+    members: Sequence[Sequence[int]],
+    place: int,
+    relay: int,
+    share: Fraction,
+    routes: LeastLoaded,
+) -> Shard:
+    """The tree of one rail, or of the part that a server passes on; the root's server stands first."""
+    hub = members[0][place]
+    edges: list[Edge] = []
+
+    def hang(parent: int, child: int) -> None:
+        tail, head = (parent, child) if op == "broadcast" else (child, parent)
+        if not routes.joined(tail, head):
+            raise InfeasibleError(
+                f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; there are no rails"
+            )
+        edges.append(routes.edge(op, (parent,), child, share))
+
+    if hub != root:
+        hang(root, hub)
+    passing = members[relay][place]
+    if passing != hub:
+        hang(hub, passing)
+    for number, ranks in enumerate(members):
+        if number not in (0, relay):
+            hang(passing, ranks[place])
+    for ranks in members:
+        for rank in ranks:
+            if rank not in (ranks[place], root):
+                hang(ranks[place], rank)
+    return Shard(share, (Stage(op, root, tuple(edges)),))
+
+
+def three_phase(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The three-phase schedule of a collective on several servers; the same as ``plan(…, method="three-phase")``.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+        A cluster: its devices say to which server they belong.
+    collective : str
+        allreduce; or broadcast, reduce, allgather, reduce_scatter, which are one direction of it. There the root need
+        not be a local root: a gateway in its server sends to the centre of the exchange, or is the centre.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None. One server may have more of them than another.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        All GPUs are on one server; unknown collective, GPU out of range, a root outside the allocation, or one where
+        the collective has none.
+    InfeasibleError
+        The GPUs of a server are not connected inside it, or the servers not in one hop.
+
+    References
+    ----------
+    Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, section 3.4.
+
+    Examples
+    --------
+    Blink's two DGX-1V with 3 and 5 GPUs, one NIC of 40 Gb/s each (figure 19b: 5.0 GB/s):
+
+    >>> import topoplan
+    >>> dgx = topoplan.load("dgx-1v")
+    >>> pair = [topoplan.Server(dgx, [0, 1, 2]), topoplan.Server(dgx, [0, 1, 2, 3, 4])]
+    >>> made = three_phase(topoplan.cluster(pair, nic_gbps=40, nics=1, nic_access="direct"))
+    >>> made.rate, made.bound, made.schedule
+    (5.0, 5.0, 'three-phase')
+    """
+    return plan(topology, collective, gpus=gpus, root=root, method=THREE_PHASE, channels=channels)

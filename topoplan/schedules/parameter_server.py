@@ -1,35 +1,145 @@
-"""A parameter server as a schedule: every server owns a part of the buffer, adds up what is pushed and hands it back.
+"""Plan a parameter server: every server owns a part of the buffer, adds up what is pushed, and hands the sum back.
 
-One star for each server, up and down (Li et al., OSDI 2014). Servers are ranks themselves, or helpers: devices that add
-and copy and are no ranks. With ports of B behind one switch, N ranks and D bytes:
+One star for each server, up and down (Li et al., OSDI 2014). Servers are ranks or helpers (devices that add and
+copy). With ports of B behind one switch and N ranks, one helper reaches B / N, S helpers B min(1, S / N), and all
+ranks as servers B N / (2 (N - 1)), as a ring or one hop. With R replicas a server sends each sum to R others once a
+step: S helpers then reach B S / (N + R). A plan without a lost server has the same sums, bit for bit: a star adds up
+in rank order.
 
-    one helper                      B / N
-    S helpers                       B min(1, S / N)
-    all ranks, each a server        B N / (2 (N - 1)), as a ring or one hop
-
-Parts are equal, or those of keys on a ring of hashes (`topoplan.schedules.key_ring`): then the server with most keys
-sets the pace. With replicas every server sends each of its sums to R others as well, once a step and not once for each
-rank: S helpers then reach B S / (N + R). Where a server is lost, the plan without it has the same sums, bit for bit:
-a star adds up in the order of the ranks whoever is in the middle. What spare machines could do at best, ranks being
-servers too, is what `topoplan.plan` finds.
+Parts are equal, or those of keys on a hash ring, where the server with most keys sets the pace. Consistent hashing
+(Karger et al., STOC 1997): a server has several points on the circle, a key belongs to the first point at or after
+its hash, and its replicas are the next distinct servers, so the first of them owns the key once the owner is gone.
+Hashes are 64 bits of blake2b, the same on every machine. Rings are immutable: joining and leaving make new ones.
+`topoplan.plan` finds what spare machines could do at best.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from hashlib import blake2b
 
-from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import UsageError
-from topoplan.packing.inner_vertices import with_inner_vertices
-from topoplan.plans.allocation import Allocation
-from topoplan.plans.build import build_plan, stage_order, trivial_plan
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard, Stage
-from topoplan.schedules.key_ring import KeyRing, check_replicas
-from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.topology import TopologyLike
+from topoplan.plans.shards import Shard, Stage
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.packing.inner_vertices import with_inner_vertices
+
+MOST_POINTS = 1 << 16
+"""Most points of a server."""
+
+
+def position(text: str) -> int:
+    """Where a text is on the circle: the first 64 bits of its blake2b hash, most significant byte first."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True)
+class HashRing:
+    """Servers on a circle of hashes.
+
+    Parameters
+    ----------
+    servers : tuple of str
+        Their names, each once, at least one.
+    points : int
+        Points of each server: the more, the more even their loads.
+
+    Raises
+    ------
+    UsageError
+        No server, one that is named twice, or a number of points that is no whole number from 1 to `MOST_POINTS`.
+
+    Examples
+    --------
+    >>> ring = HashRing(("a", "b", "c"))
+    >>> ring.holders("weight", replicas=1)
+    ('a', 'c')
+    >>> ring.leave("a").owner("weight")
+    'c'
+    """
+
+    servers: tuple[str, ...]
+    points: int = 128
+
+    def __post_init__(self) -> None:
+        if not self.servers or len(set(self.servers)) < len(self.servers):
+            raise UsageError(
+                f"a ring of keys needs servers with names of their own, not {list(self.servers)!r}"[:200]
+            )
+        whole = isinstance(self.points, int) and not isinstance(self.points, bool)
+        if not whole or not 1 <= self.points <= MOST_POINTS:
+            raise UsageError(
+                f"points {self.points!r} of a server must be a whole number from 1 to {MOST_POINTS}"
+            )
+
+    @cached_property
+    def _circle(self) -> tuple[list[int], list[str]]:
+        """Positions in ascending order, and the server of each."""
+        placed = sorted(
+            (position(f"{server}#{point}"), server) for server in self.servers for point in range(self.points)
+        )
+        return [where for where, _ in placed], [server for _, server in placed]
+
+    def owner(self, key: str) -> str:
+        """The server that a key belongs to."""
+        return self.holders(key)[0]
+
+    def holders(self, key: str, *, replicas: int = 0) -> tuple[str, ...]:
+        """The owner of a key, then so many other servers that hold a copy, in the order in which they would own it.
+
+        Raises
+        ------
+        UsageError
+            Fewer than no replicas, or as many as there are servers.
+        """
+        check_replicas(replicas, len(self.servers))
+        places, servers = self._circle
+        found: dict[str, None] = {}
+        place = bisect_left(places, position(key))
+        while len(found) <= replicas:
+            found[servers[place % len(servers)]] = None
+            place += 1
+        return tuple(found)
+
+    def join(self, server: str) -> HashRing:
+        """The ring with one more server: keys move to it alone."""
+        return HashRing((*self.servers, server), self.points)
+
+    def leave(self, server: str) -> HashRing:
+        """The ring without a server: its keys move to their first replicas, and no others move.
+
+        Raises
+        ------
+        UsageError
+            It is not there, or is the only one.
+        """
+        if server not in self.servers:
+            raise UsageError(f"server {server!r} is not on the ring; it has {', '.join(self.servers)}"[:200])
+        return HashRing(tuple(one for one in self.servers if one != server), self.points)
+
+    def loads(self, keys: Iterable[str], *, replicas: int = 0) -> Counter[tuple[str, ...]]:
+        """How many of the keys have which holders, the owner first."""
+        return Counter(self.holders(key, replicas=replicas) for key in keys)
+
+
+def check_replicas(replicas: int, servers: int) -> None:
+    """Refuse a number of replicas for which there are no servers."""
+    whole = isinstance(replicas, int) and not isinstance(replicas, bool)
+    if not whole or not 0 <= replicas < servers:
+        raise UsageError(
+            f"replicas {replicas!r} must be a whole number from 0 to {servers - 1}: each is on a server of its own, "
+            f"and there are {servers}"
+        )
+
 
 NAME = "parameter server"
 
@@ -133,7 +243,7 @@ def _parts(
         share, count = Fraction(1, len(owners)), replicas + 1
         around = [*owners, *owners]
         return {tuple(around[first : first + count]): share for first in range(len(owners))}
-    loads = KeyRing(tuple(owners), points).loads(map(str, range(KEYS)), replicas=replicas)
+    loads = HashRing(tuple(owners), points).loads(map(str, range(KEYS)), replicas=replicas)
     # in the order of the owners: parts of one lie beside each other
     order = sorted(loads, key=lambda holders: [owners.index(name) for name in holders])
     return {holders: Fraction(loads[holders], KEYS) for holders in order}

@@ -15,26 +15,46 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.fabric.fabric import STAGED, Fabric
-from topoplan.fabric.servers import Servers
-from topoplan.hosts.staging import staged
-from topoplan.offers import Offer, offers
-from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
-from topoplan.plans.allocation import Allocation
-from topoplan.plans.certificates.certificate import Proved
-from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
+from topoplan.machine.fabric import STAGED, Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.routing import staged
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation
+from topoplan.plans.certificates.certificate import Certified
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, TREES, Plan
 from topoplan.plans.verify import verify
-from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.hierarchical import bml, hips_ring, two_level
-from topoplan.schedules.lowest_tree import lowest_tree
-from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
-from topoplan.schedules.one_hop import mesh, one_hop
-from topoplan.schedules.one_shot import ONE_SHOT, ONE_SHOT_SERVERS, one_shot, one_shot_servers
+from topoplan.plugins import Plugin, installed_plugins
+from topoplan.schedules.binary_trees import (
+    NVLS,
+    NVLS_TREE,
+    TREE,
+    double_binary_tree,
+    nccl_tree,
+    nvls,
+    nvls_tree,
+)
+from topoplan.schedules.hierarchical import (
+    RAILS,
+    RELAYED_RAILS,
+    bml,
+    hips_ring,
+    rails,
+    relayed_rails,
+    three_phase,
+    two_level,
+)
+from topoplan.schedules.low_latency import (
+    ONE_SHOT,
+    ONE_SHOT_SERVERS,
+    lowest_tree,
+    mesh,
+    one_hop,
+    one_shot,
+    one_shot_servers,
+)
 from topoplan.schedules.parameter_server import parameter_server
-from topoplan.schedules.rails import RAILS, RELAYED_RAILS, rails, relayed_rails
-from topoplan.schedules.rings.ring import ring
-from topoplan.schedules.three_phase import three_phase
-from topoplan.topology import TopologyLike
+from topoplan.schedules.ring import ring
+from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
 
 GROUP = "topoplan.schedules"
 """Group of entry points of functions that are a `Make` each, or of a `Schedule`, by name."""
@@ -74,7 +94,8 @@ class Schedule:
     words : str
         What it is called in messages, as in "no …: GPU 0 has no wire to GPU 5"; the name if empty.
     method : str
-        What the plans that it makes say of it, by which `topoplan.choice.alike` finds it again; ``words`` if empty.
+        What the plans that it makes say of it, by which `topoplan.model.schedule_selection` finds it again; ``words``
+        if empty.
     collectives : tuple of str
         Those that it is defined for.
     over : tuple of str
@@ -109,14 +130,14 @@ class Schedule:
         if not self.method:
             object.__setattr__(self, "method", self.words)
 
-    def fits(self, trees: Proved) -> bool:
+    def fits(self, trees: Certified) -> bool:
         """Whether the machine of packed trees has what it needs, for their collective and over their channels."""
         if trees.collective not in self.collectives:
             return False
         if self.over and "+".join(trees.channels) not in self.over:
             return False
         return self.servers == 1 or (
-            len(Servers(Fabric(trees.topology, trees.channels)).names) >= self.servers
+            len(FabricServers(Fabric(trees.topology, trees.channels)).names) >= self.servers
         )
 
 
@@ -180,7 +201,7 @@ _KNOWN = (
         most_ranks=None,
         beside=_three_phase,
     ),
-    Schedule("one-hop", one_hop, collectives=EVERY),
+    Schedule("one-hop", one_hop, collectives=ALL_COLLECTIVES),
     Schedule("mesh", mesh, collectives=("allreduce", "allgather", "reduce_scatter"), timed=False),
     Schedule(
         "double-tree",
@@ -286,7 +307,7 @@ one-hop, mesh, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree,
 one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
 parameter-server, two-level
     """
-    others = offers(GROUP)
+    others = installed_plugins(GROUP)
     if name in others:
         if name in (TREES, *SCHEDULES):
             raise UsageError(
@@ -302,7 +323,7 @@ parameter-server, two-level
     return SCHEDULES[name]
 
 
-def _of_package(offer: Offer) -> Schedule:
+def _of_package(offer: Plugin) -> Schedule:
     """A schedule of an installed package, whose plans are verified and whose faults are named as its own."""
     found = offer.load()
     known = found if isinstance(found, Schedule) else None
@@ -321,7 +342,7 @@ def _of_package(offer: Offer) -> Schedule:
         root: int | None = None,
         channels: str = "auto",
     ) -> Plan:
-        asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
+        asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
         try:
             made = make(topology, collective, gpus=gpus, root=root, channels=channels)
             if not isinstance(made, Plan):

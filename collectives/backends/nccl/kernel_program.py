@@ -1,14 +1,15 @@
-"""A rank's part in the collectives of a plan as tables for the one kernel that runs it (`kernels/forest.cu`).
+"""Build the tables of a rank's part in a plan's collectives for the one kernel that runs it (`kernels/forest.cu`).
 
-The steps are those of `tree_steps`. An *end* is a tree edge seen from one of its ranks. Data crosses an edge through
-slots in the arena of the rank that it leads to; straight into that rank's result, where all results lie at one place
-in the arenas; or, between domains, as a message that moves when the kernel of its phase has ended. Steps have *parts*,
-which take the chunks of the shard in turns.
+The steps are those of `tree_steps`. An *end* is a tree edge seen from one of its ranks. Data crosses an edge
+through slots in the arena of its destination; directly into that rank's result, if all results lie at one place in
+the arenas; or, between domains, as a message that moves when the kernel of its phase has ended. Steps have *parts*,
+which take the chunks of the shard in turn.
 
-Deadlock cannot be: chunk c of a step has its turn in round c + level, and every block of every rank takes its steps in
-the order of rounds. What a step waits for, data of lower levels or a free slot, has an earlier round: an edge has more
-slots than its data skips levels. So steps can be dealt out to blocks in any way, as long as the GPUs have all blocks of
-all ranks at once. Kernels of a phase wait for no later one, and messages for those of earlier phases alone.
+Deadlock is impossible: chunk c of a step has its turn in round c + level, and every block of every rank takes its
+steps in the order of rounds. The input of a step, data of lower levels or a free slot, has an earlier round: an
+edge has more slots than its data skips levels. Steps can be dealt to blocks in any way, as long as the GPUs run all
+blocks of all ranks at once. Kernels of a phase wait for no later one, and messages for those of earlier phases
+alone.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
-from collectives.backends.nccl.tree_steps import GIVEN, KEPT, NOWHERE, RESULT, Step, Steps, steps_of
-from collectives.lowering.dependencies import PlanKey
-from collectives.lowering.transfer_table import TransferTable, place_in
-from topoplan.plans.tree import ALIGNMENT
+from collectives.backends.nccl.tree_steps import (
+    GIVEN,
+    KEPT,
+    NOWHERE,
+    RESULT,
+    ForestStep,
+    ForestSteps,
+    steps_of,
+)
+from collectives.tables.lowering import PlanKey
+from collectives.tables.transfer_table import TransferTable, place_in
+from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
 """From flag to flag: each has a line of the cache to itself."""
@@ -63,7 +72,7 @@ END = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class KernelMessage:
     """Elements that a rank sends or receives between two kernels.
 
     Parameters
@@ -84,7 +93,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phase:
+class KernelPhase:
     """What a rank does in one kernel, and the messages behind it.
 
     Parameters
@@ -99,11 +108,11 @@ class Phase:
     blocks: NDArray[np.int64]
     steps: NDArray[np.void]
     ends: NDArray[np.void]
-    messages: tuple[Message, ...]
+    messages: tuple[KernelMessage, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
+class KernelTables:
     """What a rank does in a collective.
 
     Parameters
@@ -113,7 +122,7 @@ class Tables:
         Elements of the room for sums that are needed again, and for messages.
     """
 
-    phases: tuple[Phase, ...]
+    phases: tuple[KernelPhase, ...]
     room: int
 
 
@@ -204,7 +213,7 @@ class KernelPlan:
 
     def tables(
         self, table: TransferTable, memory: RankArrays[Any], itemsize: int, *, direct: bool = False
-    ) -> Tables:
+    ) -> KernelTables:
         """The tables of one rank.
 
         Parameters
@@ -218,10 +227,10 @@ class KernelPlan:
         direct : bool
             Whether the results of all ranks begin at the same place of their arenas.
         """
-        return _Tables(self, table, memory, itemsize, direct=direct and self.whole).build()
+        return _KernelTablesBuilder(self, table, memory, itemsize, direct=direct and self.whole).build()
 
 
-def _parts(key: PlanKey, found: Steps, blocks: int) -> int:
+def _parts(key: PlanKey, found: ForestSteps, blocks: int) -> int:
     """Into how many parts steps are cut: a rank's longest one is shared by as many blocks as it is worth."""
     work: dict[tuple[int, int], list[float]] = {}
     for step in found.steps:
@@ -237,7 +246,7 @@ Buffer = tuple[int, int]
 """A buffer of a rank, and which element of the collective it begins with."""
 
 
-class _Tables:
+class _KernelTablesBuilder:
     """The tables of one rank in the making."""
 
     def __init__(
@@ -257,10 +266,10 @@ class _Tables:
         self._room: dict[tuple[str, int], Buffer] = {}
         self._length = 0
         self._values: dict[int, Buffer] = {}  # where the value of a step is after it
-        self._messages: list[list[tuple[int, Message]]] = [[] for _ in range(plan.phases)]
+        self._messages: list[list[tuple[int, KernelMessage]]] = [[] for _ in range(plan.phases)]
 
-    def build(self) -> Tables:
-        pieces: list[list[tuple[Step, int]]] = [[] for _ in self._messages]
+    def build(self) -> KernelTables:
+        pieces: list[list[tuple[ForestStep, int]]] = [[] for _ in self._messages]
         rows: list[list[tuple[int, ...]]] = [[] for _ in self._messages]
         ends: list[list[tuple[int, ...]]] = [[] for _ in self._messages]
         for step in self._found.steps:
@@ -279,12 +288,12 @@ class _Tables:
                 here += [self._end(edge, part, arrives=False) for edge in departures]
         phases = []
         for mine, steps, of_steps, messages in zip(pieces, rows, ends, self._messages, strict=True):
-            blocks, dealt = _dealt(mine, np.array(steps, dtype=STEP), self._plan.blocks)
+            blocks, dealt = _dealt_to_blocks(mine, np.array(steps, dtype=STEP), self._plan.blocks)
             moved = tuple(message for _, message in sorted(messages, key=lambda one: one[0]))
-            phases.append(Phase(blocks, dealt, np.array(of_steps, dtype=END), moved))
-        return Tables(tuple(phases), self._length)
+            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END), moved))
+        return KernelTables(tuple(phases), self._length)
 
-    def _step(self, step: Step) -> tuple[tuple[Any, ...], list[int], list[int]]:
+    def _step(self, step: ForestStep) -> tuple[tuple[Any, ...], list[int], list[int]]:
         """What all parts of a step have in common, and its ends in the kernel."""
         found, crosses = self._found, self._found.crosses
         start, stop = self._bounds[step.shard : step.shard + 2]
@@ -328,7 +337,7 @@ class _Tables:
         divides = final and step.stage != NOWHERE
         return (own, kept, divides, direct, step.gathers, step.spreads), arrivals, departures
 
-    def _is_direct(self, step: Step) -> bool:
+    def _is_direct(self, step: ForestStep) -> bool:
         """Whether what arrives at a step is its rank's result already."""
         return (
             self._direct
@@ -350,10 +359,10 @@ class _Tables:
         peer = int((self._found.destination if sends else self._found.source)[edge])
         shard = int(self._found.shard[edge])
         start, stop = self._bounds[shard : shard + 2]
-        message = Message(sends, peer, place[0], start - place[1], stop - start)
+        message = KernelMessage(sends, peer, place[0], start - place[1], stop - start)
         self._messages[self._found.senders[edge].phase].append((edge, message))
 
-    def _size(self, step: Step, part: int) -> tuple[int, ...]:
+    def _size(self, step: ForestStep, part: int) -> tuple[int, ...]:
         start, stop = self._bounds[step.shard : step.shard + 2]
         piece = -(-(stop - start) // (PIECES * self._plan.parts * ALIGNMENT)) * ALIGNMENT
         chunk = min(max(piece, self._shortest), self._longest)
@@ -375,8 +384,8 @@ class _Tables:
         return peer, home, slots, count, plan.stride, data, credit, number, int(self._row[edge])
 
 
-def _dealt(
-    pieces: list[tuple[Step, int]], rows: NDArray[np.void], blocks: int
+def _dealt_to_blocks(
+    pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.void]]:
     """Deal steps out to blocks, most work first to the block that has least; who goes on from a sum stays with it."""
     chains: dict[tuple[int, int], list[int]] = {}

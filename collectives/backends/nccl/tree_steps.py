@@ -1,15 +1,15 @@
-"""What every rank does in a plan, when one kernel runs all of it (`kernel_program`): its steps, and how they depend.
+"""Derive the steps of every rank in a plan that one kernel runs (`kernel_program`), and their dependencies.
 
-A *step* of a rank joins what arrives over some tree edges of a shard, and writes the sum on over others: a leaf of a
-tree has one that sends what the rank gives, an inner rank one that adds its children and sends on, and so on.
+A *step* of a rank joins the arrivals of some tree edges of a shard, and writes the sum to others: a leaf of a tree
+has one that sends the rank's input, an inner rank one that adds its children and sends on, and so on.
 
-Ranks whose GPUs reach each other's memory are a *domain*, as those of a server. Edges between domains are messages, and
-kernels cannot wait for these; so steps have *phases*: a kernel runs those of the first, then messages move, then a
-kernel runs those of the second, and so on. Data that skips a phase inside its domain is kept by its sender, where a
-step of the later phase, a *relay*, sends it.
+Ranks whose GPUs reach each other's memory are a *domain*, as those of a server. Edges between domains are messages,
+for which kernels cannot wait; steps therefore have *phases*: a kernel runs those of the first, then messages move,
+then a kernel runs those of the second, and so on. Data that skips a phase inside its domain is kept by its sender,
+and a step of the later phase, a *relay*, sends it.
 
-Where a switch adds or copies, a star that spans its domain is one step of its root: it reads the sum of what lies at
-one place in all arenas, its own included, which it has sent to itself like the others; or it writes to all at once.
+If a switch adds or copies, a star that spans its domain is one step of its root: it reads the sum of one place in all
+arenas, its own included, which it has sent to itself like the others; or it writes to all at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.lowering.dependencies import PlanKey, pattern_of
+from collectives.tables.lowering import PlanKey, pattern_of
 from topoplan.plans.plan import Plan
 
 GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
@@ -39,8 +39,8 @@ to the sum; or join the sum to the one that was set aside last."""
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """A step of a rank; edges by their number in `Steps`.
+class ForestStep:
+    """A step of a rank; edges by their number in `ForestSteps`.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Step:
     arrivals: list[int] = field(default_factory=list)
     departures: list[int] = field(default_factory=list)
     stage: int = NOWHERE
-    behind: Step | None = None
+    behind: ForestStep | None = None
     keeps: bool = False
     last: bool = True
     gathers: bool = False
@@ -78,7 +78,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Steps:
+class ForestSteps:
     """What all ranks do in a plan.
 
     Parameters
@@ -98,7 +98,7 @@ class Steps:
         The steps of each edge.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ForestStep, ...]
     source: NDArray[np.int64]
     destination: NDArray[np.int64]
     shard: NDArray[np.int64]
@@ -106,14 +106,14 @@ class Steps:
     slots: NDArray[np.int64]
     crosses: NDArray[np.bool_]
     star: NDArray[np.int64]
-    senders: tuple[Step, ...]
-    receivers: tuple[Step, ...]
+    senders: tuple[ForestStep, ...]
+    receivers: tuple[ForestStep, ...]
 
 
 @lru_cache(maxsize=64)
 def steps_of(
     key: PlanKey, domains: tuple[int, ...] = (), *, adds: bool = False, copies: bool = False
-) -> Steps:
+) -> ForestSteps:
     """The steps of a plan's ranks; those of the last 64 plans are kept.
 
     Parameters
@@ -132,21 +132,21 @@ def steps_of(
     >>> [(step.shard, step.level, len(step.arrivals), len(step.departures)) for step in steps if step.rank == 1]
     [(0, 2, 2, 2), (1, 0, 0, 1), (1, 4, 1, 0)]
     """
-    return _Builder(key, domains or (0,) * len(key.plan.ranks), adds, copies).build()
+    return _ForestStepsBuilder(key, domains or (0,) * len(key.plan.ranks), adds, copies).build()
 
 
-class _Builder:
+class _ForestStepsBuilder:
     def __init__(self, key: PlanKey, domains: tuple[int, ...], adds: bool, copies: bool) -> None:
         self._key = key
         self._domains = domains
         self._stars = _stars(key.plan, domains, {"reduce": adds, "broadcast": copies})
-        self._made: list[Step] = []
-        self._latest: dict[tuple[int, int], Step] = {}
+        self._made: list[ForestStep] = []
+        self._latest: dict[tuple[int, int], ForestStep] = {}
         self._edges: list[tuple[int, int, int, int, int]] = []
-        self._senders: list[Step] = []
-        self._receivers: list[Step] = []
+        self._senders: list[ForestStep] = []
+        self._receivers: list[ForestStep] = []
 
-    def build(self) -> Steps:
+    def build(self) -> ForestSteps:
         pattern = pattern_of(self._key)
         columns = (pattern.source, pattern.destination, pattern.shard, pattern.stage, pattern.add)
         begun: set[tuple[int, int]] = set()
@@ -166,7 +166,7 @@ class _Builder:
         edges = np.array(self._edges, dtype=np.int64).reshape(-1, 5)
         sources, destinations = edges[:, 0], edges[:, 1]
         domain = np.array(self._domains, dtype=np.int64)
-        return Steps(
+        return ForestSteps(
             tuple(self._made),
             sources,
             destinations,
@@ -179,8 +179,8 @@ class _Builder:
             tuple(self._receivers),
         )
 
-    def _new(self, rank: int, shard: int, own: int) -> Step:
-        step = Step(rank, shard, own)
+    def _new(self, rank: int, shard: int, own: int) -> ForestStep:
+        step = ForestStep(rank, shard, own)
         earlier = self._latest.get((rank, shard))
         if earlier is not None:
             earlier.last = False
@@ -214,13 +214,13 @@ class _Builder:
 
     def _relay(self) -> None:
         """Let senders keep what is taken in a later phase, where another step sends it."""
-        relays: dict[tuple[int, int], Step] = {}
+        relays: dict[tuple[int, int], ForestStep] = {}
         for edge, (sends, takes) in enumerate(zip(self._senders, self._receivers, strict=True)):
             if sends.phase == takes.phase or self._domains[sends.rank] != self._domains[takes.rank]:
                 continue
             relay = relays.get((id(sends), takes.phase))
             if relay is None:
-                relay = Step(sends.rank, sends.shard, GIVEN, takes.phase, last=False)
+                relay = ForestStep(sends.rank, sends.shard, GIVEN, takes.phase, last=False)
                 if sends.arrivals:
                     sends.keeps, relay.behind, relay.own = True, sends, KEPT
                 relays[id(sends), takes.phase] = relay
@@ -312,7 +312,7 @@ def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
     return tuple(orders)
 
 
-def _join(steps: Steps, step: Step, order: list[tuple[int, int]]) -> None:
+def _join(steps: ForestSteps, step: ForestStep, order: list[tuple[int, int]]) -> None:
     """Write down in which order the sum of a step comes about."""
     if step.behind is not None:
         _join(steps, step.behind, order)

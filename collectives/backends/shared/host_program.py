@@ -1,21 +1,21 @@
-"""What a rank does in a collective whose ranks are all on one host, and see the same memory.
+"""Build a rank's program in a collective whose ranks are all on one host and see the same memory.
 
-There the edges of a plan move nothing: what counts is which sum each rank ends with, in which order it is added up.
-So every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and
-every rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for a
-star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS` and `FETCHED`, of which
-the ranks know when they have met; it never changes the order of additions.
+The edges of a plan move nothing there: they determine the sum that each rank ends with, and its order of additions.
+Every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and
+every rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for
+a star. The access method to the others' inputs depends on size alone, but for `ARRAYS` and `FETCHED`, which the
+ranks know after their agreement; it never changes the order of additions.
 
 =========  ===================  ==================================================================================
-`EACH`     up to `SMALL` bytes  All have shown what they put in when they met, and each adds up all that it needs.
+`EACH`     up to `SMALL` bytes  All have shown their inputs during the agreement, and each adds up all that it needs.
 `SHOWN`    up to `SHOWABLE`     The same, but each adds up a part, which the others copy.
 `ROUNDS`   more                 The line goes round by round through rings that the ranks fill for each other.
 `ARRAYS`   more than `SMALL`    Inputs and results lie in memory that all see: nothing is copied.
-`FETCHED`  from `FETCHED_BYTES` The others' inputs are read from their processes, where the system lets all ranks do so.
+`FETCHED`  from `FETCHED_BYTES` The others' inputs are read from their processes, if the system lets all ranks do so.
 =========  ===================  ==================================================================================
 
-But for `ARRAYS`, where sums are written to the results at once, results are complete before a rank begins to copy its
-own, so that a failure leaves no half of it.
+Except for `ARRAYS`, which writes sums to the results at once, results are complete before a rank begins to copy its
+own, so a failure leaves no partial result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collectives.backends.shared import instructions
-from collectives.backends.shared.chunk_values import values
-from collectives.backends.shared.instructions import (
+from collectives.backends.shared import shared_program
+from collectives.backends.shared.shared_program import (
+    ALIGNMENT,
     BLOCK,
     COPY,
     COPY_PAST,
@@ -42,13 +42,14 @@ from collectives.backends.shared.instructions import (
     SOURCE,
     UNLESS_FAILED,
     Place,
-    Program,
-    Writing,
+    ProgramBuilder,
+    SharedProgram,
+    aligned_elements,
+    merged_parts,
 )
-from collectives.backends.shared.program import ALIGNMENT, aligned, merged
-from collectives.lowering.edge_streams import streams
-from collectives.lowering.transfer_table import Given, TransferTable, given_block, place_in
+from collectives.backends.shared.values import values
 from collectives.peers.control_page import SHOWABLE
+from collectives.tables.transfer_table import Given, TransferTable, given_block, place_in, streams
 
 EACH, SHOWN, ROUNDS, ARRAYS, FETCHED = range(5)
 """The roads."""
@@ -76,7 +77,7 @@ Group = list[tuple[int, list[Place], Place]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ResultPart:
     """A part of the results, which is added up in one way.
 
     Parameters
@@ -105,16 +106,16 @@ class Piece:
         return self.place + self.stop - self.start
 
 
-def road_of(nbytes: int) -> int:
+def access_method_of(nbytes: int) -> int:
     """The road of a collective in which every rank puts in so many bytes, where they are not in shared memory."""
     return EACH if nbytes <= SMALL else SHOWN if nbytes <= SHOWABLE else ROUNDS
 
 
 @lru_cache(maxsize=64)
-def results_of(table: TransferTable, blocks: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+def results_of(table: TransferTable, blocks: tuple[tuple[int, int], ...]) -> tuple[ResultPart, ...]:
     """The line: what ranks end with and somebody adds up, in order of the buffer, and then what is only copied.
 
-    The last element of a shard is a piece of its own where its chunk holds nothing else: see `instructions.JOIN_ONE`.
+    The last element of a shard is a piece of its own where its chunk holds nothing else: see `shared_program.JOIN_ONE`.
 
     Parameters
     ----------
@@ -163,7 +164,7 @@ def results_of(table: TransferTable, blocks: tuple[tuple[int, int], ...]) -> tup
     place = 0
     for key in sorted(found, key=lambda key: (*key[:3], rows[key])):
         _, start, stop, added = key
-        line.append(Piece(rows[key], start, stop, place, added, tuple(sorted(found[key]))))
+        line.append(ResultPart(rows[key], start, stop, place, added, tuple(sorted(found[key]))))
         place += stop - start
     return tuple(line)
 
@@ -178,7 +179,7 @@ def host_program_of(
     itemsize: int,
     block_bytes: int,
     roads: tuple[int, ...],
-) -> Program:
+) -> SharedProgram:
     """The program of a rank; the last 64 are kept.
 
     Parameters
@@ -231,15 +232,15 @@ class _HostProgram:
         self._added = [piece for piece in self._line if isinstance(piece.sum, tuple)]
         self._end = self._added[-1].end if self._added else 0
         self._copy = COPY_PAST if table.count * itemsize >= PAST_BYTES else COPY
-        self._room = aligned(self._line[-1].end if self._line else 0, itemsize)
+        self._room = aligned_elements(self._line[-1].end if self._line else 0, itemsize)
         self._round = ROUND_BYTES // itemsize
-        self._slot = min(self._round, aligned(self._end, itemsize))
-        self._writing = Writing(itemsize)
+        self._slot = min(self._round, aligned_elements(self._end, itemsize))
+        self._writing = ProgramBuilder(itemsize)
         self._registers: list[bool] = []
         self._scratch = 0
         self._posted = 0
 
-    def written(self) -> Program:
+    def written(self) -> SharedProgram:
         """All of it."""
         block = self._block * self._itemsize
         shown = self._given if self._road in (EACH, SHOWN) else 0
@@ -256,7 +257,7 @@ class _HostProgram:
             self._road = FETCHED
             self._posted = 0
             self._write()
-        return Program(
+        return SharedProgram(
             *self._writing.arrays(),
             block_bytes=block,
             unsent={},
@@ -367,11 +368,11 @@ class _HostProgram:
                 return SOURCE, place_in(self._puts_in[rank], element)
             number, within = divmod(place, self._round)
             return SHARED, self._ring(rank, number) + within
-        return instructions.SHOWN, rank * (2 * SHOWABLE // self._itemsize) + place_in(
+        return shared_program.SHOWN, rank * (2 * SHOWABLE // self._itemsize) + place_in(
             self._puts_in[rank], element
         )
 
-    def _targets(self, piece: Piece, place: int, element: int) -> list[Place]:
+    def _targets(self, piece: ResultPart, place: int, element: int) -> list[Place]:
         """Where a sum goes."""
         if self._road == EACH:
             return [(RESULT, element - self._blocks[self._rank][0])]
@@ -424,7 +425,7 @@ class _HostProgram:
                 if start < stop:
                     element = place_in(self._puts_in[self._rank], piece.start + start - piece.place)
                     parts.append((element, ring + start - first, stop - start))
-        for element, goal, elements in merged(parts):
+        for element, goal, elements in merged_parts(parts):
             self._writing.add(COPY, 0, elements, [(SOURCE, element)], (SHARED, goal))
 
     def _copy_inputs(self) -> None:
@@ -437,13 +438,13 @@ class _HostProgram:
             ]
             self._hand_over(self._input(rank, 0, 0)[0], parts)
 
-    def _copy_line(self, pieces: Sequence[Piece]) -> None:
+    def _copy_line(self, pieces: Sequence[ResultPart]) -> None:
         """Copy parts of the line, when they are complete, to this rank's result."""
         if any(self._rank in piece.ranks for piece in pieces):
             self._wait(self._posted)
             self._copy_parts(pieces)
 
-    def _copy_parts(self, pieces: Sequence[Piece]) -> None:
+    def _copy_parts(self, pieces: Sequence[ResultPart]) -> None:
         parts = [
             (piece.place, piece.start, piece.stop - piece.start)
             for piece in pieces
@@ -452,7 +453,7 @@ class _HostProgram:
         self._hand_over(SHARED, parts)
 
     def _hand_over(self, memory: int, parts: list[tuple[int, int, int]]) -> None:
-        for origin, element, elements in merged(parts):
+        for origin, element, elements in merged_parts(parts):
             goal = element - self._blocks[self._rank][0]
             self._writing.add(self._copy, 0, elements, [(memory, origin)], (RESULT, goal))
 

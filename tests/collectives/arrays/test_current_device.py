@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from collectives.arrays.current_device import on_device, use_device
+from collectives.tables.cupy_arrays import on_device, use_device
 from tests.support.checkout import ROOT
 from tests.support.fake_streams import CUDARuntimeError, Machine
 from tests.support.gpu_ranks import cupy, machine
@@ -93,7 +93,7 @@ def test_the_driver_is_asked_whether_a_gpu_has_a_context(tmp_path: Path) -> None
     (tmp_path / "cuda.c").write_text(DRIVER)
     command = [compiler, "-shared", "-fPIC", "-o", "libcuda.so.1", "cuda.c"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    program = "from collectives.arrays.current_device import has_context as has; print(*map(has, range(4)))"
+    program = "from collectives.tables.cupy_arrays import has_context as has; print(*map(has, range(4)))"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 import topoplan
-from collectives.backends.footprint import footprint
+from collectives.backends.tcp.chunk_order import footprint
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
-from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from collectives.arrays.cupy_arrays import load_cupy
-from collectives.backends.nccl.library import SHARED_GPU, Library, described, find_library
-from collectives.kernels.source import BYTES
+from collectives.backends.nccl.nccl_library import SHARED_GPU, NcclLibrary, describe_library, find_library
+from collectives.tables.cupy_arrays import load_cupy
+from collectives.tables.kernels.source import BYTES
 from tests.bench import gpu as bench
 from tests.jobs.nccl_rank import refused_by_nccl, start
 from tests.support.gpu_checks import averaged_dtypes, check_averages, check_copies, check_joins
@@ -94,7 +94,7 @@ def test_bandwidths_are_those_of_memory(cupy: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def nccl(cupy: Any) -> Library:
+def nccl(cupy: Any) -> NcclLibrary:
     try:
         return find_library(cupy)
     except UsageError as error:
@@ -102,18 +102,18 @@ def nccl(cupy: Any) -> Library:
 
 
 def test_a_rank_that_sends_to_itself_gets_its_bytes_step_by_step_and_as_a_graph(
-    cupy: Any, nccl: Library
+    cupy: Any, nccl: NcclLibrary
 ) -> None:
     check_messages_to_itself(cupy, nccl)
 
 
-def test_nccl_with_one_rank(nccl: Library) -> None:
+def test_nccl_with_one_rank(nccl: NcclLibrary) -> None:
     ended, text = start(1, "check", port=free_port())
     assert ended, text
 
 
 @pytest.mark.parametrize("lanes", ["steps", "trees"])
-def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: Library, lanes: str) -> None:
+def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: NcclLibrary, lanes: str) -> None:
     gpus = min(8, cupy.cuda.runtime.getDeviceCount())
     if gpus < 2:
         pytest.skip("one GPU only")
@@ -122,10 +122,10 @@ def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: Library, lanes: str) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_nccl_with_several_ranks_on_one_gpu(nccl: Library, ranks: int) -> None:
+def test_nccl_with_several_ranks_on_one_gpu(nccl: NcclLibrary, ranks: int) -> None:
     """Experimental in NCCL; only where NCCL itself refuses is it skipped."""
     if nccl.version < SHARED_GPU:
-        pytest.skip(f"NCCL {described(nccl)} puts one rank on a GPU; 2.30.3 and newer can do more")
+        pytest.skip(f"NCCL {describe_library(nccl)} puts one rank on a GPU; 2.30.3 and newer can do more")
     ended, text = start(
         ranks, "check", port=free_port(), ranks_per_gpu=ranks, cuda_visible_devices=0, timeout=180
     )
@@ -135,7 +135,7 @@ def test_nccl_with_several_ranks_on_one_gpu(nccl: Library, ranks: int) -> None:
     assert ended, text
 
 
-def test_a_killed_rank_is_named_by_the_others(cupy: Any, nccl: Library) -> None:
+def test_a_killed_rank_is_named_by_the_others(cupy: Any, nccl: NcclLibrary) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU only")
     ended, text = start(2, "die", port=free_port())

@@ -13,17 +13,17 @@ import pytest
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.loopback_gpu.backend import program_of as loopback_program
-from collectives.backends.stepped.program import program_of as nccl_program
-from collectives.lowering.edge_streams import streams
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+from collectives.backends.loopback.gpu_loopback import program_of as loopback_program
+from collectives.backends.stepped_program import program_of as nccl_program
+from collectives.tables.transfer_table import streams
 from tests.collectives.backends.test_loopback import run
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
-from topoplan.plans.plan import EVERY, Plan
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
 SIZES = [*((shape, 5003) for shape in sorted(SHAPES)), ("binary", 0), ("star", 1), ("chain", 7)]
@@ -49,7 +49,7 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_loopback_on_a_gpu_has_the_bits_of_loopback(
     cupy: ModuleType, shape: str, collective: str, count: int
@@ -65,7 +65,7 @@ def test_loopback_on_a_gpu_has_the_bits_of_loopback(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_nccl_has_the_bits_of_loopback(
     machine: Machine, cupy: ModuleType, shape: str, collective: str, count: int
@@ -87,7 +87,7 @@ def test_nccl_has_the_bits_of_loopback(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_other_arrays(
     machine: Machine, cupy: ModuleType, collective: str, order: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_caller_may_copy_while_a_graph_is_captured(
     [{}, {"bindings": "cupy"}, {"overlap": False}, {"lanes": "trees"}, {"graphs": False}],
     ids=str,
 )
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
     machine: Machine, cupy: ModuleType, collective: str, how: dict[str, Any], order: str
 ) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl.backend import NcclBackend, own_gpu
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.backends.nccl.nccl_backend import NcclBackend, use_local_gpu
+from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.signature import Signature
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.jobs import nccl_rank
 from tests.support import fake_nccl
 from tests.support.fake_processes import customized
@@ -507,9 +507,9 @@ def test_a_process_that_joins_a_job_names_a_gpu_that_does_not_take_it(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpus, machine.exclusive = 2, {1}
-    assert own_gpu(cupy, {"LOCAL_RANK": "2"}) == 0
+    assert use_local_gpu(cupy, {"LOCAL_RANK": "2"}) == 0
     with pytest.raises(UsageError, match=r"^GPU 1 cannot be used: cudaError.*; look at .*nvidia-smi"):
-        own_gpu(cupy, {"LOCAL_RANK": "3"})
+        use_local_gpu(cupy, {"LOCAL_RANK": "3"})
 
     def none() -> int:
         raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
@@ -518,7 +518,7 @@ def test_a_process_that_joins_a_job_names_a_gpu_that_does_not_take_it(
     with pytest.raises(
         UsageError, match=r"^the GPUs cannot be used: cudaErrorNoDevice; look at .*nvidia-smi"
     ):
-        own_gpu(cupy, {"LOCAL_RANK": "0"})
+        use_local_gpu(cupy, {"LOCAL_RANK": "0"})
 
 
 @pytest.mark.sampled
@@ -561,7 +561,7 @@ def test_a_place_that_makes_no_sense_is_refused(
 
 def test_settings_that_make_no_sense_are_refused(cupy: ModuleType) -> None:
     with Rendezvous("127.0.0.1:0", 1) as meeting:
-        world = TcpWorld(meeting.address, 0, 1)
+        world = TcpControlPlane(meeting.address, 0, 1)
         with pytest.raises(UsageError, match="lanes 'rings' are unknown; use 'steps' or 'trees'"):
             NcclBackend(cupy, world, lanes="rings")
         with pytest.raises(UsageError, match="0 ranks per GPU"):

@@ -15,13 +15,13 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.nccl import backend as backend_module
-from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.connections import Connections
-from collectives.communicator.going_on import can_go_on
-from collectives.peers.over_store import StoreWorld
-from collectives.peers.survivors import Survivors
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+from collectives.backends.nccl import nccl_backend as backend_module
+from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.backends.nccl.nccl_communicators import NcclCommunicators
+from collectives.communicator.recovery import can_recover
+from collectives.peers.control_plane import StoreControlPlane
+from collectives.peers.membership_protocol import MembershipProtocol
 from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
 from tests.support.fake_streams import Machine
@@ -289,9 +289,9 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
         old.survivors.close()
 
     if where == "at the first text":
-        monkeypatch.setattr(Survivors, "gather", dying(Survivors.gather))
+        monkeypatch.setattr(MembershipProtocol, "gather", dying(MembershipProtocol.gather))
     elif where == "in NCCL":
-        monkeypatch.setattr(Connections, "join", dying(Connections.join))
+        monkeypatch.setattr(NcclCommunicators, "join", dying(NcclCommunicators.join))
     else:
         monkeypatch.setattr(NcclBackend, "_open_engine", dying(NcclBackend._open_engine))
     meet = NcclBackend.__init__
@@ -330,14 +330,14 @@ def test_one_that_does_not_come_in_time_is_left_out_too(
     """It lives and hangs, while the others wait for it inside NCCL; when it wakes it hears that it is out."""
     machine.gpus = 4
     arrays = floats(4, LENGTH)
-    join, over = Connections.join, threading.Event()
+    join, over = NcclCommunicators.join, threading.Event()
 
     def late(self: Any, begin: Any) -> Any:
         if self._device == 1 and self.parent is not None:
             over.wait(60)
         return join(self, begin)
 
-    monkeypatch.setattr(Connections, "join", late)
+    monkeypatch.setattr(NcclCommunicators, "join", late)
 
     def task(comm: Communicator, rank: int) -> Any:
         given = cupy.asarray(arrays[rank])
@@ -572,14 +572,14 @@ def test_a_newcomer_that_has_no_such_nccl_says_so_and_the_others_go_on_without_i
     arrays = floats(3, LENGTH)
     invitations: Queue[str] = Queue()
     told: list[str] = []
-    prepare = backend_module.prepare
+    prepare = backend_module.prepare_library
 
     def prepared(*about: Any, **settings: Any) -> Any:
         if threading.current_thread() is newcomer:
             raise UsageError("nccl4py is missing")
         return prepare(*about, **settings)
 
-    monkeypatch.setattr(backend_module, "prepare", prepared)
+    monkeypatch.setattr(backend_module, "prepare_library", prepared)
 
     def come() -> None:
         with pytest.raises(UsageError) as refused:
@@ -613,8 +613,8 @@ def test_ranks_that_do_not_meet_at_a_rendezvous_cannot_go_on(machine: Machine, c
         set, check, delete_key = dict.__setitem__, lambda self, keys: set(keys) <= set(self), dict.pop
         get = dict.__getitem__
 
-    backend = NcclBackend(cupy, StoreWorld(Shelf(), 0, 1))  # type: ignore[arg-type]
-    assert not can_go_on(backend)
+    backend = NcclBackend(cupy, StoreControlPlane(Shelf(), 0, 1))  # type: ignore[arg-type]
+    assert not can_recover(backend)
     with (
         Communicator(topoplan.plan(topoplan.load("dgx-1v"), gpus=[3]), backend) as comm,
         pytest.raises(BackendError, match="nccl where its ranks meet at a rendezvous"),

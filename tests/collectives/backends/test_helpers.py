@@ -14,8 +14,8 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.open_backend import machine_helpers
-from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from tests.support.file_gather import FileGather
 from tests.support.forking import forking
 from tests.support.regular_fabrics import helped_star

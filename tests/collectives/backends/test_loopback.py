@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, check_table, lower
-from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.backends.loopback.backend import Loopback
-from collectives.reduction import divide
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.tables.numpy_arrays import NumpyArrays, divide
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import SHAPES, forest_plan, full_mesh, three_phase_plan
 from topoplan.errors import PlanError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import trivial_plan
 from topoplan.plans.plan import COLLECTIVES
 

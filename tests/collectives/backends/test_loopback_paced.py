@@ -18,23 +18,22 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
-from collectives.backends.loopback.backend import Loopback
-from collectives.backends.loopback.paced import AHEAD, ChunkMover, PacedLoopback, recut
-from collectives.backends.loopback.pacing import BURST, LinkPlayer
-from collectives.backends.loopback.wires import crossings, wires_of
-from collectives.lowering.dependencies import PlanKey
-from collectives.lowering.edge_streams import Stream, streams
-from collectives.lowering.transfer_table import TransferTable
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.backends.loopback.paced_links import BURST, LinkPlayer, crossings, paced_links_of
+from collectives.backends.loopback.paced_loopback import AHEAD, ChunkMover, PacedLoopback, recut
+from collectives.tables.lowering import PlanKey
+from collectives.tables.transfer_table import EdgeStream, TransferTable, streams
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, stage
 from tests.support.tcp_jobs import METHODS
-from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.dataflow import START_UP
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import EVERY, Plan
-from topoplan.plans.tree import Shard
-from topoplan.simulation.latency import START_UP
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.plans.shards import Shard
 
 Array = NDArray[Any]
 
@@ -56,9 +55,14 @@ class OwnClock:
 
 
 def player_of(
-    plan: Plan, table: TransferTable, move: Callable[[Stream, int, int], None], *, scale: float, itemsize: int
+    plan: Plan,
+    table: TransferTable,
+    move: Callable[[EdgeStream, int, int], None],
+    *,
+    scale: float,
+    itemsize: int,
 ) -> LinkPlayer:
-    wires = wires_of(PlanKey(plan.digest, plan), table)
+    wires = paced_links_of(PlanKey(plan.digest, plan), table)
     paces = wires.paces(itemsize, scale, [None] * len(wires.parts))
     return LinkPlayer(
         wires.parts,
@@ -77,7 +81,7 @@ def seconds(
     chunk_bytes: int,
     scale: float = 1.0,
     clock: OwnClock | None = None,
-    move: Callable[[Stream, int, int], None] = lambda part, start, stop: None,
+    move: Callable[[EdgeStream, int, int], None] = lambda part, start, stop: None,
 ) -> float:
     """How long a buffer takes."""
     table = lower(plan, nbytes, chunk_elements=chunk_bytes)
@@ -218,7 +222,7 @@ def test_no_link_carries_more_than_its_bandwidth_and_a_burst_whatever_wakes_late
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [0, 1, 7, 1003])
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_paced_results_have_the_bits_of_unpaced_ones(shape: str, collective: str, count: int) -> None:
     generator = np.random.default_rng(count)

@@ -13,10 +13,14 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.loopback.backend import BYTES_PER_THREAD, Loopback, execute
-from collectives.backends.loopback.pieces import LONGEST_PIECE
-from collectives.backends.loopback.workers import Workers
-from collectives.peers.signature import Signature
+from collectives.backends.loopback.loopback_backend import (
+    BYTES_PER_THREAD,
+    LONGEST_PIECE,
+    Loopback,
+    TaskThreads,
+    execute,
+)
+from collectives.peers.control_plane import Signature
 from tests.support.hand_plans import SHAPES, forest_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
@@ -133,7 +137,7 @@ def test_an_error_in_a_thread_ends_the_call_with_that_error_and_the_next_call_wo
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_every_task_is_done_once_and_workers_do_not_overlap_themselves(threads: int) -> None:
-    workers = Workers(threads)
+    workers = TaskThreads(threads)
     done: list[list[int]] = [[] for _ in range(threads)]
     busy = [False] * threads
 
@@ -150,7 +154,7 @@ def test_every_task_is_done_once_and_workers_do_not_overlap_themselves(threads: 
 
 
 def test_an_error_in_any_worker_stops_the_rest_and_is_raised() -> None:
-    workers = Workers(3)
+    workers = TaskThreads(3)
     done = []
 
     def work(worker: int, task: int) -> None:
@@ -166,7 +170,7 @@ def test_an_error_in_any_worker_stops_the_rest_and_is_raised() -> None:
 
 
 def test_an_interrupted_caller_returns_after_all_others_have_stopped() -> None:
-    workers = Workers(3)
+    workers = TaskThreads(3)
     inside: list[int] = []
     both = threading.Event()
 
@@ -185,7 +189,7 @@ def test_an_interrupted_caller_returns_after_all_others_have_stopped() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    workers = Workers(2)
+    workers = TaskThreads(2)
     done: list[int] = []
     workers.share(range(10), lambda worker, task: done.append(task))
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from collectives import lower
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.loopback.backend import Loopback
+from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.shared import host_program
 from collectives.backends.shared.host_program import EACH, FETCHED, ROUNDS, host_program_of
-from collectives.backends.shared.instructions import (
+from collectives.backends.shared.shared_program import (
     ASIDE,
     BLOCK,
     BYTES,
@@ -39,13 +39,13 @@ from collectives.backends.shared.instructions import (
     SHOWN,
     SOURCE,
     TOGETHER,
-    Message,
-    Program,
+    HostMessage,
+    SharedProgram,
+    program_of,
 )
-from collectives.backends.shared.program import program_of
-from collectives.lowering.transfer_table import TransferTable, result_blocks
-from collectives.peers.control_page import SHOWABLE, Placement
-from collectives.peers.signature import Signature
+from collectives.peers.control_page import SHOWABLE, HostPlacement
+from collectives.peers.control_plane import Signature
+from collectives.tables.transfer_table import TransferTable, result_blocks
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES, Plan
 
@@ -60,7 +60,7 @@ class Rank:
     """One rank's memories and how far it has come."""
 
     def __init__(
-        self, program: Program, host: list[int], source: Array, result: Array, shared: Array
+        self, program: SharedProgram, host: list[int], source: Array, result: Array, shared: Array
     ) -> None:
         self.program = program
         self.host = host
@@ -170,7 +170,7 @@ class Machine:
         place = self.awaited(number, sent)
         assert place is not None
         receiver = self.ranks[self.ranks[number].program.leaving[sent].peer]
-        expected: Message = receiver.program.arriving[place]
+        expected: HostMessage = receiver.program.arriving[place]
         assert expected.row == self.ranks[number].program.leaving[sent].row
         receiver.memories[SCRATCH][expected.scratch] = self.ranks[number].sent.pop(sent)
         receiver.open.remove(place)
@@ -198,7 +198,7 @@ def outcome(
     for rank in range(size):
         asked: dict[str, Any] = {"given": givens[rank], "blocks": blocks, "itemsize": ITEM}
         if road is None:
-            program = program_of(table, Placement(rank, tuple(hosts), (0,) * size), **asked)
+            program = program_of(table, HostPlacement(rank, tuple(hosts), (0,) * size), **asked)
         else:
             program = host_program_of(table, rank, **asked, block_bytes=24 * ITEM, roads=(road,))
         slots = shared.setdefault(hosts[rank], np.full(program.shared_elements, np.nan))
@@ -303,7 +303,7 @@ def test_shared_memory_grows_only_by_the_buffer() -> None:
         table = lower(plan, count, chunk_elements=1000)
         program = program_of(
             table,
-            Placement(0, (0,) * 8, (0,) * 8),
+            HostPlacement(0, (0,) * 8, (0,) * 8),
             given=(0, count),
             blocks=((0, count),) * 8,
             itemsize=4,
@@ -318,7 +318,7 @@ def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
     programs = [
         program_of(
             table,
-            Placement(rank, (0,) * 8, (0,) * 8),
+            HostPlacement(rank, (0,) * 8, (0,) * 8),
             given=(0, 4096),
             blocks=((0, 4096),) * 8,
             itemsize=4,
@@ -341,7 +341,7 @@ def test_what_a_rank_adds_up_on_one_host_is_one_operation() -> None:
     assert root is not None
     program = program_of(
         table,
-        Placement(root, (0,) * 5, (0,) * 5),
+        HostPlacement(root, (0,) * 5, (0,) * 5),
         given=(0, 5 * 373),
         blocks=result_blocks("reduce", root, 5, 5 * 373),
         itemsize=4,

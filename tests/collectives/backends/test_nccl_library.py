@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from collectives.backends.nccl.connections import Connections, prepare
-from collectives.backends.nccl.library import NcclFailed, described, find_library, loaded_path
+from collectives.backends.nccl.nccl_communicators import NcclCommunicators, prepare_library
+from collectives.backends.nccl.nccl_library import NcclFailed, describe_library, find_library, loaded_path
 from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
@@ -28,7 +28,7 @@ def without_nccl4py(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl4py_is_taken_where_it_is_else_cupy(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert described(find_library(cupy)) == "2.30.3 by nccl4py for 2.32.3, /fake/libnccl.so.2"
+    assert describe_library(find_library(cupy)) == "2.30.3 by nccl4py for 2.32.3, /fake/libnccl.so.2"
     assert find_library(cupy, name="cupy").name == "cupy"
     monkeypatch.setitem(sys.modules, "nccl.core", None)  # type: ignore[arg-type]
     assert find_library(cupy).name == "cupy"
@@ -62,7 +62,7 @@ def test_a_library_too_old_for_several_ranks_on_a_gpu_is_named_with_its_version_
 ) -> None:
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.setenv(name, "")
-    assert prepare(cupy, trees=False, ranks_per_gpu=2, bindings=bindings).name == bindings
+    assert prepare_library(cupy, trees=False, ranks_per_gpu=2, bindings=bindings).name == bindings
     vars(sys.modules["cupy.cuda.nccl"])["get_version"] = lambda: 22907
     release = SimpleNamespace(major=2, minor=29, micro=7)
     told = SimpleNamespace(
@@ -70,7 +70,7 @@ def test_a_library_too_old_for_several_ranks_on_a_gpu_is_named_with_its_version_
     )
     vars(sys.modules["nccl.core"])["get_version"] = lambda: told
     with pytest.raises(UsageError, match=rf"2 ranks on one GPU need NCCL 2\.30\.3.* 2\.29\.7 by {bindings}"):
-        prepare(cupy, trees=False, ranks_per_gpu=2, bindings=bindings)
+        prepare_library(cupy, trees=False, ranks_per_gpu=2, bindings=bindings)
 
 
 def test_the_path_of_a_loaded_library_is_read_from_the_process() -> None:
@@ -120,7 +120,7 @@ def test_an_abort_waits_for_the_call_that_runs_and_refuses_those_that_come_later
     link: Any = SimpleNamespace(abort=lambda: aborted.append("aborted"), ready=lambda: True)
     slow: Any = Slow()
     world: Any = SimpleNamespace(rank=0, size=2)
-    connections = Connections(slow, cupy, world, device=0, timeout=1.0)
+    connections = NcclCommunicators(slow, cupy, world, device=0, timeout=1.0)
     connections._made.append(link)
 
     def call() -> None:

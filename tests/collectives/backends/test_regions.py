@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.nccl import connections, regions
-from collectives.backends.nccl.backend import NcclBackend
+from collectives.backends.nccl import device_arenas, nccl_communicators
+from collectives.backends.nccl.nccl_backend import NcclBackend
 from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
@@ -50,7 +50,7 @@ def said(cupy: ModuleType, size: int, **options: Any) -> str:
 def pairs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Four GPUs on two hosts."""
     machine.gpus, machine.teams = 4, 2
-    monkeypatch.setattr(regions, "_host", lambda: f"host {machine.device // 2}")
+    monkeypatch.setattr(device_arenas, "_host", lambda: f"host {machine.device // 2}")
     return machine
 
 
@@ -91,7 +91,7 @@ def test_processes_of_a_host_open_handles_and_threads_of_one_do_not(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, ipc: bool
 ) -> None:
     machine.gpus, machine.peers, machine.ipc = 3, True, ipc
-    monkeypatch.setattr(regions, "_process", lambda: f"process {machine.device // 2}")
+    monkeypatch.setattr(device_arenas, "_process", lambda: f"process {machine.device // 2}")
     opened = []
 
     def task(comm: Communicator, rank: int) -> str:
@@ -115,12 +115,12 @@ def test_several_processes_on_a_gpu_use_messages(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpus, machine.peers = 2, True
-    monkeypatch.setattr(regions, "_process", lambda: f"process {machine.device}")
+    monkeypatch.setattr(device_arenas, "_process", lambda: f"process {machine.device}")
     cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
     assert said(cupy, 2).startswith(
         "messages: 2 ranks in 2 processes share a GPU, which runs kernels of one process"
     )
-    cupy.cuda.runtime.deviceGetAttribute = lambda number, device: int(number == regions.MPS_ENABLED)
+    cupy.cuda.runtime.deviceGetAttribute = lambda number, device: int(number == device_arenas.MPS_ENABLED)
     assert said(cupy, 2).startswith("windows over ipc"), "under the multi-process service"
 
 
@@ -135,7 +135,7 @@ def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
     )
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     assert said(cupy, 2).startswith("windows over peer access")
-    machine.room = REGION + regions.SPARE
+    machine.room = REGION + device_arenas.SPARE
     assert said(cupy, 2) == "messages: rank 0 has 264MB free on its GPU, and a region takes 272MB"
 
 
@@ -143,13 +143,13 @@ def test_a_process_on_each_host_opens_no_handles(
     pairs: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs.peers = True
-    monkeypatch.setattr(regions, "_process", lambda: f"process {pairs.device // 2}")
+    monkeypatch.setattr(device_arenas, "_process", lambda: f"process {pairs.device // 2}")
     assert said(cupy, 4).startswith("windows over peer access, messages between 2 domains")
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0", "-3"])
 def test_a_number_of_queues_that_is_none_means_what_cuda_takes_by_default(text: str) -> None:
-    assert regions._queues(text) == 8
+    assert device_arenas._queues(text) == 8
 
 
 @pytest.mark.parametrize("timeout", [0.0, float("inf"), 1e12])
@@ -246,7 +246,7 @@ def test_a_small_folder_of_shared_memory_is_named_where_nccl_does_not_start(
 
     monkeypatch.setattr(core.Communicator, "init", init)
     space = SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=1 << 18)
-    monkeypatch.setattr(connections.os, "statvfs", lambda path: space)
+    monkeypatch.setattr(nccl_communicators.os, "statvfs", lambda path: space)
     text = str(run(cupy, 2, lambda comm, rank: about(comm, rank)[0])[0])
     assert "NCCL_ERROR_SYSTEM_ERROR" in text
     size = "0B" if not free else "64MB"
@@ -274,9 +274,9 @@ def test_ranks_of_a_gpu_are_counted_by_host_and_bus_id(
             return said
 
     for host, bus in places:
-        monkeypatch.setattr(regions, "_host", lambda host=host: host)
+        monkeypatch.setattr(device_arenas, "_host", lambda host=host: host)
         cupy.cuda.runtime.deviceGetPCIBusId = lambda device, bus=bus: f"0000:{bus}:00.0"
-        found = regions.count_ranks_per_gpu(cupy, World(), 0, timeout=1.0)  # type: ignore[arg-type]
+        found = device_arenas.count_ranks_per_gpu(cupy, World(), 0, timeout=1.0)  # type: ignore[arg-type]
     assert found == most
 
 

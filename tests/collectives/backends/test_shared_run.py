@@ -11,15 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.backends.shared import backend, host_program
-from collectives.backends.shared import run as machine
+from collectives.backends.shared import compiled_program as machine
+from collectives.backends.shared import host_program, shared_backend
 from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
-from collectives.backends.shared.instructions import SOURCE, UNLESS_FAILED, Writing
-from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
+from collectives.backends.shared.shared_program import SOURCE, UNLESS_FAILED, ProgramBuilder
 from collectives.peers import shared_memory
 from collectives.peers.control_page import FAILED, PAGE, SHOWABLE
-from collectives.peers.shared_memory import Reading
-from collectives.reduction import loop_of
+from collectives.peers.shared_memory import ProcessMemoryAccess
+from collectives.tables.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
+from collectives.tables.numpy_arrays import loop_of
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
 from topoplan.errors import UsageError
@@ -173,11 +173,11 @@ def test_arrays_that_all_ranks_see_end_with_the_same_bits(shape: str, collective
 def test_inputs_are_read_from_other_processes_where_all_may_do_so(
     monkeypatch: pytest.MonkeyPatch, shape: str, collective: str, readable: bool
 ) -> None:
-    monkeypatch.setattr(backend, "FETCHED_BYTES", 1 << 16)
+    monkeypatch.setattr(shared_backend, "FETCHED_BYTES", 1 << 16)
     monkeypatch.setattr(host_program, "PAST_BYTES", 1 << 16)
     host_program.host_program_of.cache_clear()
     if not readable:
-        monkeypatch.setattr(Reading, "_reads", lambda self, place: place != 2)
+        monkeypatch.setattr(ProcessMemoryAccess, "_reads", lambda self, place: place != 2)
     plan = forest_plan(4, collective, shape)
     count = (1 << 16) + 4 if collective != "allreduce" else (1 << 16) + 1
     given = [given_to(rank, count, "complex64") for rank in range(4)]
@@ -202,7 +202,7 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
 
 
 def test_inputs_in_memory_that_cannot_be_read_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "FETCHED_BYTES", 1 << 16)
+    monkeypatch.setattr(shared_backend, "FETCHED_BYTES", 1 << 16)
     host_program.host_program_of.cache_clear()
     hidden = np.ones(1 << 16)
     asked = shared_memory._read_memory
@@ -225,7 +225,7 @@ def test_inputs_in_memory_that_cannot_be_read_go_the_other_way(monkeypatch: pyte
 @pytest.mark.parametrize("failed", [0, 1])
 def test_who_has_worked_on_memory_of_others_looks_whether_one_has_failed(failed: int) -> None:
     """A failed rank may change what another one, that stalled, has yet to read."""
-    writing = Writing(8)
+    writing = ProgramBuilder(8)
     writing.add(UNLESS_FAILED, 0, 0, [(SOURCE, 0)], (SOURCE, 0))
     pages = np.zeros((3, PAGE // 8), np.int64)
     pages[2, FAILED] = failed

@@ -21,16 +21,22 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.backends.tcp import backend
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.flow import FlowProgram
-from collectives.backends.tcp.loops import NUMBER
-from collectives.backends.tcp.order import orders
-from collectives.backends.tcp.sockets import PACING
-from collectives.backends.tcp.wires import base_queue, lane_rates, link_rates, numbered, parse_wires
+from collectives.backends.tcp import tcp_backend
+from collectives.backends.tcp.chunk_order import orders
+from collectives.backends.tcp.collective_state import TcpProgram
+from collectives.backends.tcp.compiled_exchange import NUMBER
+from collectives.backends.tcp.connections import PACING
+from collectives.backends.tcp.link_addresses import (
+    base_queue,
+    connection_rates,
+    link_rates,
+    numbered,
+    parse_wires,
+)
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.lab.testbed.network import crossed_links, lay_out_network, wires_file
 from collectives.peers.rendezvous import Rendezvous
-from collectives.reduction import DTYPE_KINDS
-from collectives.testbed.network import crossed_links, lay_out, wires_file
+from collectives.tables.numpy_arrays import DTYPE_KINDS
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
@@ -45,8 +51,8 @@ from tests.support.tcp_jobs import (
     seal,
 )
 from topoplan.errors import BackendError, RefusedError, UsageError
-from topoplan.plans.plan import EVERY, Plan
-from topoplan.plans.tree import Edge, Shard, Stage
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.plans.shards import Edge, Shard, Stage
 
 Array = NDArray[Any]
 
@@ -69,7 +75,7 @@ def seals(results: list[Any]) -> list[str | None]:
 def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
     size: int, shape: str, tmp_path: Path
 ) -> None:
-    plans = [forest_plan(size, collective, shape) for collective in EVERY]
+    plans = [forest_plan(size, collective, shape) for collective in ALL_COLLECTIVES]
     found = in_processes(size, all_results, plans, str(tmp_path))
     for number, plan in enumerate(plans):
         for place, count in enumerate(SIZES):
@@ -95,7 +101,7 @@ def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path:
 @pytest.mark.thorough
 @given(
     st.integers(1, 5),
-    st.sampled_from(EVERY),
+    st.sampled_from(ALL_COLLECTIVES),
     st.sampled_from(sorted(SHAPES)),
     st.integers(0, 1600),
     st.sampled_from([1, 200, 1600, 1 << 20]),
@@ -521,9 +527,9 @@ def test_connections_of_several_routes_between_two_ranks_are_paced_each_for_its_
     """A relaying ring and a tree cross links together; all lanes of a queue make up its rate, none has all of it."""
     plan = topoplan.ring(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7], kind="relay")
     crossed = crossed_links(plan)
-    network = lay_out(crossed, plan.topology.links, 0.0005)
+    network = lay_out_network(crossed, plan.topology.links, 0.0005)
     wires = parse_wires(json.dumps(wires_file(network, crossed)), "wires")
-    rates, whole = lane_rates(plan, wires), link_rates(plan)
+    rates, whole = connection_rates(plan, wires), link_rates(plan)
     several = [queue for queue in whole if numbered(queue, 1) in wires]
     assert several
     for queue in several:
@@ -534,7 +540,7 @@ def test_connections_of_several_routes_between_two_ranks_are_paced_each_for_its_
 
 @pytest.mark.thorough
 def test_a_link_that_the_system_does_not_pace_is_paced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "set_pace", lambda connection, rate: False)
+    monkeypatch.setattr(tcp_backend, "set_pace", lambda connection, rate: False)
     plan = forest_plan(2, "allreduce", "star")
     rates = link_rates(plan)
     least = 300_000 / (
@@ -553,14 +559,14 @@ def test_a_link_that_the_system_does_not_pace_is_paced_all_the_same(monkeypatch:
 
 
 def test_a_chunk_that_is_not_expected_is_named_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = FlowProgram.of
+    of = TcpProgram.of
 
-    def numbered_otherwise(call: Any, rank: int, *rest: Any) -> FlowProgram:
+    def numbered_otherwise(call: Any, rank: int, *rest: Any) -> TcpProgram:
         program = of(call, rank, *rest)
         program.streams[:, NUMBER] += 10 * (rank == 0)
         return program
 
-    monkeypatch.setattr(FlowProgram, "of", numbered_otherwise)
+    monkeypatch.setattr(TcpProgram, "of", numbered_otherwise)
     plan = forest_plan(2, "reduce", "star")
     first, second = in_threads(plan, lambda comm, rank: comm.reduce(np.ones(100_000), root=1))
     text = "rank 0 sent chunk 0 of stream 10 of collective 0 with 65536 bytes, which is not expected now"

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import TransferTable, lower
-from collectives.backends.loopback.backend import execute
-from collectives.backends.stepped.program import Message
-from collectives.backends.torch.program import Join, Part, Program, program
+from collectives.backends.loopback.loopback_backend import execute
+from collectives.backends.stepped_program import ProgramMessage
+from collectives.backends.torch.torch_backend import Part, TorchJoin, TorchProgram, program
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES, Plan
 
@@ -23,7 +23,7 @@ ITEMSIZE = 8
 class Rank:
     """One rank's memory and its way through its program; ``mail`` is what is under way, by row."""
 
-    def __init__(self, made: Program, source: Line, result: Line, mail: dict[int, Line]) -> None:
+    def __init__(self, made: TorchProgram, source: Line, result: Line, mail: dict[int, Line]) -> None:
         self.made = made
         self.lines = [source, result, np.zeros(made.scratch // ITEMSIZE)]
         self.mail = mail
@@ -36,15 +36,15 @@ class Rank:
         assert len(found) == count > 0
         return found
 
-    def of(self, message: Message) -> Line:
+    def of(self, message: ProgramMessage) -> Line:
         return self.at((message.buffer, message.offset), message.nbytes // ITEMSIZE)
 
-    def join(self, joins: tuple[Join, ...]) -> None:
+    def join(self, joins: tuple[TorchJoin, ...]) -> None:
         for one in joins:
             own, arrived, target = (self.at(part, one.count) for part in (one.own, one.arrived, one.target))
             target[:] = own + arrived
 
-    def start(self, receives: tuple[Message, ...], open_: dict[int, Message]) -> None:
+    def start(self, receives: tuple[ProgramMessage, ...], open_: dict[int, ProgramMessage]) -> None:
         """Receives spoil their memory at once."""
         for message in receives:
             self.of(message)[:] = GARBAGE
@@ -52,7 +52,7 @@ class Rank:
 
     def run(self) -> Iterator[None]:
         """Yields while it waits. Data lands as late as it may, in memory that is spoilt as early as it may be."""
-        open_: dict[int, Message] = {}
+        open_: dict[int, ProgramMessage] = {}
         for turn in self.made.turns:
             for message in turn.ended:
                 assert np.array_equal(self.of(message), self.sent.pop(message.row))
@@ -85,7 +85,7 @@ def given_of(plan: Plan, rank: int, count: int) -> tuple[int, int]:
     )
 
 
-def programs(plan: Plan, table: TransferTable, *, ahead: bool, step_bytes: int = 1) -> list[Program]:
+def programs(plan: Plan, table: TransferTable, *, ahead: bool, step_bytes: int = 1) -> list[TorchProgram]:
     return [
         program(
             table,

@@ -12,8 +12,8 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.nccl import regions
-from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
+from collectives.backends.nccl import device_arenas
+from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
@@ -192,7 +192,7 @@ def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
 ) -> None:
     """Copies through the host may get through where stores of a kernel do not: rank 1's stores to one rank are lost."""
     machine.gpus, machine.peers = 3, True
-    genuine = regions._ByCuda._reach
+    genuine = device_arenas._CudaArenas._reach
 
     def elsewhere(mapped: Any, given: Any) -> list[int]:
         seen = genuine(mapped, given)
@@ -200,8 +200,8 @@ def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
             seen[far] = machine.allocate(1 << 10)
         return seen
 
-    monkeypatch.setattr(regions._ByCuda, "_reach", elsewhere)
-    monkeypatch.setattr(regions, "TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr(device_arenas._CudaArenas, "_reach", elsewhere)
+    monkeypatch.setattr(device_arenas, "TRIAL_SECONDS", 0.5)
     said = outcome(run(cupy, 3, about))
     assert len(set(said)) == 1
     assert said[0].endswith(
@@ -214,14 +214,14 @@ def test_a_rank_that_fails_ends_the_kernels_that_wait_for_it(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpus, machine.peers = 3, True
-    genuine = regions._Trial._run
+    genuine = device_arenas._PeerTrial._run
 
     def fails(trial: Any, flags: Any, seconds: float) -> None:
         if machine.device == 1:
             raise UsageError("cannot launch")
         genuine(trial, flags, seconds)
 
-    monkeypatch.setattr(regions._Trial, "_run", fails)
+    monkeypatch.setattr(device_arenas._PeerTrial, "_run", fails)
     said = outcome(run(cupy, 3, about))
     assert set(said) == {said[0]}
     assert said[0].endswith("; and rank 1: cannot launch")
@@ -312,8 +312,8 @@ def test_steps_fail_on_all_ranks_alike() -> None:
         def texts(self, text: str, *, timeout: float) -> list[str]:
             return [text, '{"failed": "no room"}'] if "given" in text else [text, "{}"]
 
-    steps = JointSteps(Alone(), timeout=5.0)  # type: ignore[arg-type]
-    with pytest.raises(StepFailed, match="rank 1: no room"):
+    steps = AgreedSteps(Alone(), timeout=5.0)  # type: ignore[arg-type]
+    with pytest.raises(AgreedStepFailed, match="rank 1: no room"):
         steps.take(lambda: 7)
 
 

@@ -10,22 +10,29 @@ import pytest
 import topoplan
 from collectives import lower
 from collectives.backends.backend import RankArrays
-from collectives.backends.nccl import engine, kernel_program, tree_steps
-from collectives.lowering.dependencies import PlanKey
-from collectives.lowering.transfer_table import result_blocks
-from topoplan.choice import candidates
+from collectives.backends.nccl import kernel_program, tree_steps
+from collectives.backends.nccl import window_engine as engine
+from collectives.tables.lowering import PlanKey
+from collectives.tables.transfer_table import result_blocks
+from topoplan.model import window_engine
+from topoplan.model.candidates import candidates
+from topoplan.model.dataflow import dataflow
 from topoplan.plans.plan import Plan
-from topoplan.simulation import engine_costs, windows
-from topoplan.simulation.dataflow import dataflow
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 
 
 def test_limits_are_those_of_the_engine() -> None:
-    assert (engine_costs.BLOCKS, windows.SLOT_BYTES) == (engine.BLOCKS, engine.SLOT_BYTES)
-    assert (windows.SMALL_BYTES, windows.SMALL_BLOCKS) == (engine.SMALL_BYTES, engine.SMALL_BLOCKS)
-    assert (windows.PIECES, windows.LEAST_CHUNK) == (kernel_program.PIECES, kernel_program.LEAST_CHUNK)
-    assert max(windows.CHUNKS) == engine.SLOT_BYTES
+    assert (window_engine.BLOCKS, window_engine.SLOT_BYTES) == (engine.BLOCKS, engine.SLOT_BYTES)
+    assert (window_engine.SMALL_BYTES, window_engine.SMALL_BLOCKS) == (
+        engine.SMALL_BYTES,
+        engine.SMALL_BLOCKS,
+    )
+    assert (window_engine.PIECES, window_engine.LEAST_CHUNK) == (
+        kernel_program.PIECES,
+        kernel_program.LEAST_CHUNK,
+    )
+    assert max(window_engine.CHUNKS) == engine.SLOT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -41,13 +48,13 @@ def test_steps_are_those_of_the_kernel(name: str, collective: str) -> None:
 def check_steps(plan: Plan) -> None:
     """Rank by rank the same edges in and out, and small collectives go in packets where the kernel has an order."""
     key = PlanKey(plan.digest, plan)
-    modelled = windows.kernel_steps(dataflow(plan))
+    modelled = window_engine.kernel_steps(dataflow(plan))
     arrivals, departures = modelled.arrivals[:, 0].tolist(), modelled.departures[:, 0].tolist()
     kernel = tree_steps.steps_of(key).steps
     assert Counter(zip(modelled.rank.tolist(), arrivals, departures, strict=True)) == Counter(
         (step.rank, len(step.arrivals), len(step.departures)) for step in kernel
     ), plan
-    small = windows.WindowsClock(plan, engine_costs.HOPPER).packets_to > 0
+    small = window_engine.WindowsClock(plan, window_engine.HOPPER).packets_to > 0
     assert small == (tree_steps.order_of(key) is not None), plan
 
 
@@ -64,7 +71,7 @@ def test_parts_and_chunks_are_those_of_the_kernel(blocks: int, nbytes: int) -> N
     array = np.zeros(0)
     block = result_blocks("allreduce", None, 4, count)[0]
     steps = made.tables(table, RankArrays(0, (0, count), array, block, array), 4).phases[0].steps
-    clock = windows.WindowsClock(plan, engine_costs.HOPPER)
+    clock = window_engine.WindowsClock(plan, window_engine.HOPPER)
     _, chunk = clock.times(nbytes, np.array([blocks]), np.array([engine.SLOT_BYTES]))
     assert set(steps["parts"].tolist()) == {made.parts}
     longest = min(int(steps["chunk"].max()), int(np.diff(table.bounds).max()))

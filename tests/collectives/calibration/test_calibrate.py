@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from collectives.calibration import PeerCopies
+from collectives.lab.calibrate_command import PeerCopies
 from tests.support import fake_cupy
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.machine.topology_json import dump_topology_json
 
 V100S = topoplan.load("dgx-1v")
 MIB = 1 << 20

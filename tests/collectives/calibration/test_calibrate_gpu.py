@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from collectives.calibration import PeerCopies
-from collectives.calibration.peer_copies import visible_bus_ids
-from topoplan.calibration import calibrated
+from collectives.lab.calibrate_command import PeerCopies, visible_bus_ids
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
-from topoplan.topology import Device, Topology
+from topoplan.machine.topology import Device, Topology
+from topoplan.operate.calibration.calibrated_topology import calibrated
 
 pytestmark = pytest.mark.gpu
 

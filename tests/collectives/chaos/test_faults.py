@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 
-from collectives.chaos.faults import FEWEST, WEIGHTS, Fault, fault
+from collectives.lab.chaos_draws import FAULT_WEIGHTS, MIN_SURVIVORS, ChaosFault, draw_fault
 
 
-def schedule(seed: int, faults: int, *, revives: bool) -> list[Fault]:
+def schedule(seed: int, faults: int, *, revives: bool) -> list[ChaosFault]:
     """Faults of five ranks, where all goes well; a new job whenever too few are left."""
     listed, there = [], set(range(5))
     for number in range(faults):
         gone = set(range(5)) - there if revives else set()
-        if len(there) <= FEWEST and not gone:
+        if len(there) <= MIN_SURVIVORS and not gone:
             there = set(range(5))
-        listed.append(fault(seed, number, there, timeout=1.0, gone=gone))
+        listed.append(draw_fault(seed, number, there, timeout=1.0, gone=gone))
         there -= {*listed[-1].lost}
         if listed[-1].revived is not None:
             assert listed[-1].revived in gone
             there.add(listed[-1].revived)
-        assert len(there) >= FEWEST
+        assert len(there) >= MIN_SURVIVORS
     return listed
 
 
@@ -32,7 +32,7 @@ def test_the_same_seed_has_the_same_faults_and_another_has_others() -> None:
 def test_every_kind_happens_and_every_rank_is_hurt() -> None:
     listed = schedule(1, 500, revives=True)
     kinds = Counter(one.kind for one in listed)
-    assert set(kinds) == {*WEIGHTS, "revive", "revive and kill"}
+    assert set(kinds) == {*FAULT_WEIGHTS, "revive", "revive and kill"}
     assert min(kinds.values()) >= 10, kinds
     assert {rank for one in listed for rank in one.lost} == set(range(5))
     assert "revive" not in {one.kind for one in schedule(1, 200, revives=False)}

@@ -9,8 +9,15 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.chaos.rank import METHODS
-from collectives.chaos.work import DIVIDED, DTYPES, Piece, given, round_of, wrong_elements
+from collectives.lab.chaos_draws import (
+    DIVIDED,
+    DTYPES,
+    RandomCollective,
+    draw_round,
+    make_input,
+    wrong_elements,
+)
+from collectives.lab.chaos_rank import METHODS
 
 SEED, ROUND = 5, 17
 
@@ -18,33 +25,33 @@ THERE = (0, 2, 5)
 """Three of more ranks, by their places in the first plan."""
 
 PIECES = [
-    Piece("allreduce", 3001, "float16"),
-    Piece("allreduce", 3001, "float64", tenths=True),
-    Piece("allreduce", 40_000, "uint8"),
-    Piece("allreduce", 3001, "int64", "max"),
-    Piece("allreduce", 3001, "float32", "avg"),
-    Piece("reduce", 3001, "int32", root=2),
-    Piece("reduce", 3001, "float32", root=5, tenths=True),
-    Piece("broadcast", 3001, "float32", root=5),
-    Piece("allgather", 1001, "uint8"),
-    Piece("reduce_scatter", 3 * 1001, "float32", "min"),
-    Piece("reduce_scatter", 3 * 1001, "float64", tenths=True),
-    Piece("alltoall", 3 * 1001, "int32"),
+    RandomCollective("allreduce", 3001, "float16"),
+    RandomCollective("allreduce", 3001, "float64", tenths=True),
+    RandomCollective("allreduce", 40_000, "uint8"),
+    RandomCollective("allreduce", 3001, "int64", "max"),
+    RandomCollective("allreduce", 3001, "float32", "avg"),
+    RandomCollective("reduce", 3001, "int32", root=2),
+    RandomCollective("reduce", 3001, "float32", root=5, tenths=True),
+    RandomCollective("broadcast", 3001, "float32", root=5),
+    RandomCollective("allgather", 1001, "uint8"),
+    RandomCollective("reduce_scatter", 3 * 1001, "float32", "min"),
+    RandomCollective("reduce_scatter", 3 * 1001, "float64", tenths=True),
+    RandomCollective("alltoall", 3 * 1001, "int32"),
 ]
 
 
-def results(piece: Piece) -> dict[int, np.ndarray | None]:
+def results(piece: RandomCollective) -> dict[int, np.ndarray | None]:
     """What the ranks get that are there, from the ranks of one process."""
     with Communicator(topoplan.plan("dgx-1v", gpus=range(len(THERE)))) as comm:
         options = {"root": THERE.index(piece.root)} if piece.root >= 0 else {}
         if piece.kind in ("allreduce", "reduce", "reduce_scatter"):
             options["op"] = piece.op
-        arrays = [given(piece, SEED, ROUND, rank) for rank in THERE]
+        arrays = [make_input(piece, SEED, ROUND, rank) for rank in THERE]
         return dict(zip(THERE, getattr(comm, METHODS[piece.kind])(arrays, **options), strict=True))
 
 
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: f"{piece.kind} {piece.dtype} {piece.op}")
-def test_every_wrong_element_is_seen_and_no_other(piece: Piece) -> None:
+def test_every_wrong_element_is_seen_and_no_other(piece: RandomCollective) -> None:
     """Changed by the least that a whole number can be, or a tenth by a thousandth; lost, or another round's."""
     for rank, found in results(piece).items():
         assert wrong_elements(piece, found, SEED, ROUND, THERE, rank) == 0
@@ -67,8 +74,8 @@ def test_every_wrong_element_is_seen_and_no_other(piece: Piece) -> None:
 
 def test_sums_that_round_have_other_bits_in_another_order() -> None:
     """So the comparison of bits between ranks sees what the comparison with the right sum cannot."""
-    piece = Piece("allreduce", 3001, "float32", tenths=True)
-    one, two, three = (given(piece, SEED, ROUND, rank) for rank in THERE)
+    piece = RandomCollective("allreduce", 3001, "float32", tenths=True)
+    one, two, three = (make_input(piece, SEED, ROUND, rank) for rank in THERE)
     orders = [(one + two) + three, one + (two + three)]
     assert [wrong_elements(piece, order, SEED, ROUND, THERE, 0) for order in orders] == [0, 0]
     assert np.count_nonzero(orders[0] != orders[1]) > 100
@@ -80,8 +87,8 @@ def test_ranks_that_know_of_a_loss_draw_what_the_others_repeat_or_are_refused(ow
     about = {"ranks": 6, "own": own, "largest": 1 << 20}
     kinds, anew = set(), 0
     for number in range(1, 1200):
-        whole = round_of(SEED, number, range(6), **about)
-        left = round_of(SEED, number, (0, 1, 2, 4, 5), **about)
+        whole = draw_round(SEED, number, range(6), **about)
+        left = draw_round(SEED, number, (0, 1, 2, 4, 5), **about)
         kinds |= {(piece.kind, piece.place) for piece in whole}
         if whole == left:
             continue
@@ -96,7 +103,7 @@ def test_ranks_that_know_of_a_loss_draw_what_the_others_repeat_or_are_refused(ow
 def test_all_types_are_drawn_and_none_that_cannot_hold_the_sums() -> None:
     def drawn(ranks: int) -> set[str]:
         rounds = (
-            round_of(1, number, range(ranks), ranks=ranks, own="allreduce", largest=1 << 16)
+            draw_round(1, number, range(ranks), ranks=ranks, own="allreduce", largest=1 << 16)
             for number in range(300)
         )
         return {piece.dtype for pieces in rounds for piece in pieces}
@@ -104,5 +111,5 @@ def test_all_types_are_drawn_and_none_that_cannot_hold_the_sums() -> None:
     assert drawn(8) == set(DTYPES)
     assert drawn(40) == set(DTYPES) - {"float16"}
     top = replace(PIECES[0], count=40_000)
-    total = sum(given(top, 1, 1, rank).astype(np.float64) for rank in range(20))
+    total = sum(make_input(top, 1, 1, rank).astype(np.float64) for rank in range(20))
     assert np.array_equal(total, total.astype(np.float16))

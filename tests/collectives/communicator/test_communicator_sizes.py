@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.execution.plan_store import PlanStore
+from collectives.backends.plan_and_chunk_store import PlanStore
 from tests.support.hand_plans import SHAPES, forest_plan
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans import SizePlans, SizeRange
-from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan import COLLECTIVES, SizeRange
+from topoplan.plans.size_plans import SizePlans
 
 Array = NDArray[np.float32]
 METHODS = {"allreduce": "all_reduce", "allgather": "all_gather"}

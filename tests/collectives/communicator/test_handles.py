@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.communicator.handle import InOrder
+from collectives.communicator.handle import CallQueue
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 
@@ -50,7 +50,7 @@ def test_arguments_are_checked_before_the_call_returns() -> None:
 
 def test_a_handle_tells_whether_it_is_done_and_hands_on_errors() -> None:
     gate = threading.Event()
-    order = InOrder()
+    order = CallQueue()
     slow = order.submit(lambda: gate.wait(10))
     failing = order.submit(lambda: 1 // 0)
     assert not slow.done()

@@ -10,13 +10,12 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback.paced import PacedLoopback
-from collectives.communicator import what_is_left
-from collectives.communicator.going_on import State, Terms, go_on
-from collectives.communicator.what_is_left import Company
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from collectives.communicator import recovery
+from collectives.communicator.recovery import JoinSettings, Membership, RecoveryState, recover
 from tests.support.tcp_jobs import METHODS, call, given_to
-from topoplan.degraded import slow_links, without_links
 from topoplan.errors import BackendError, InfeasibleError, UsageError
+from topoplan.machine.variants import slow_links, without_links
 from topoplan.plans.plan import Plan
 
 
@@ -165,7 +164,12 @@ def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
         one_rank = True
 
     with pytest.raises(BackendError, match="nccl back end cannot go on without a rank; start the job again"):
-        go_on(State(Other(2), Company(dgx(0, 1)), dgx(0, 1), Terms("nccl", {}, 1.0, None, "raise")), [1])
+        recover(
+            RecoveryState(
+                Other(2), Membership(dgx(0, 1)), dgx(0, 1), JoinSettings("nccl", {}, 1.0, None, "raise")
+            ),
+            [1],
+        )
     with pytest.raises(UsageError, match="nccl back end cannot go on without a rank"):
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")
 
@@ -178,7 +182,7 @@ def book() -> topoplan.SurvivalPlans:
 def test_what_was_planned_ahead_is_not_planned_again(
     book: topoplan.SurvivalPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(what_is_left, "replan", None)
+    monkeypatch.setattr(recovery, "replan", None)
     with Communicator(book) as comm:
         comm.shrink(without=[3])
         assert comm.plan == book.plan_without(gpus=[3])

@@ -7,13 +7,13 @@ import time
 import numpy as np
 
 from collectives import Communicator
-from collectives.backends.backend import Step
+from collectives.backends.backend import TraceEvent
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import in_threads
 
 
-def traced(comm: Communicator, elements: int) -> tuple[int, int, list[Step]]:
+def traced(comm: Communicator, elements: int) -> tuple[int, int, list[TraceEvent]]:
     """When two sums began and ended, and their steps; a third one is not traced."""
     array = np.ones(elements, np.float32)
     comm.all_reduce(array)

@@ -9,8 +9,14 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.communicator.what_is_left import Change, Company
-from collectives.communicator.what_is_slow import Carried, Judge, SlowLink, SlowRank, Told
+from collectives.communicator.link_monitor import (
+    LinkMeasurement,
+    RankMeasurements,
+    SlowLink,
+    SlowLinkDetector,
+    SlowRank,
+)
+from collectives.communicator.recovery import Membership, PlanChange
 from topoplan.errors import UsageError
 
 DGX = topoplan.load("dgx-1v")
@@ -20,12 +26,12 @@ FOUR = [(a, b) for a in range(4) for b in range(4) if a != b]
 
 def told(
     rates: Mapping[tuple[int, int], float], *, believed: Mapping[str, float] | None = None
-) -> list[Told]:
+) -> list[RankMeasurements]:
     """Of four ranks whose connections have these rates, 1 where nothing else is said, of 25 or 50 GB/s."""
     machine = topoplan.slow_links(DGX, believed or {})
     bandwidth = {(link.src, link.dst): link.bandwidth for link in machine.links}
     carried = [
-        Carried(
+        LinkMeasurement(
             *(ends := (f"gpu{pair[0]}", f"gpu{pair[1]}")),
             "nvlink",
             rates.get(pair, 1.0) * 0.001 * bandwidth[ends],
@@ -34,11 +40,13 @@ def told(
         )
         for pair in FOUR
     ]
-    return [Told((), tuple(one for one in carried if one.source == f"gpu{rank}")) for rank in range(4)]
+    return [
+        RankMeasurements((), tuple(one for one in carried if one.source == f"gpu{rank}")) for rank in range(4)
+    ]
 
 
-def judge() -> Judge:
-    return Judge(DGX, [f"gpu{rank}" for rank in range(4)])
+def judge() -> SlowLinkDetector:
+    return SlowLinkDetector(DGX, [f"gpu{rank}" for rank in range(4)])
 
 
 def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
@@ -93,13 +101,15 @@ def test_what_is_believed_is_not_news_again_and_what_becomes_slower_still_is() -
     assert [link.since for link in one.slow if isinstance(link, SlowLink)] == [1]
 
 
-def judged(one: Judge, rates: Mapping[tuple[int, int], float], times: int, leaves: int = 0) -> list[str]:
+def judged(
+    one: SlowLinkDetector, rates: Mapping[tuple[int, int], float], times: int, leaves: int = 0
+) -> list[str]:
     """What is new after so many judgements of these rates, of links but for the last few of rank 0."""
     news = []
     for _ in range(times):
         heard = told(rates, believed=one.believed)
         if leaves:
-            heard[0] = Told((), heard[0].carried[:-leaves])
+            heard[0] = RankMeasurements((), heard[0].carried[:-leaves])
         news += one.hear(heard, 1)
     return news
 
@@ -132,9 +142,9 @@ def test_a_link_that_the_plan_goes_round_is_tried_again() -> None:
 def test_the_link_that_several_connections_share_is_blamed() -> None:
     """On a DGX-2 all that GPU 1 sends is slow: its link to the switch, not those of the others from there."""
     machine = topoplan.load("dgx-2")
-    one = Judge(machine, machine.gpus[:4])
+    one = SlowLinkDetector(machine, machine.gpus[:4])
     listed = [
-        Carried(
+        LinkMeasurement(
             f"gpu{a}",
             f"gpu{b}",
             "nvlink",
@@ -145,13 +155,13 @@ def test_the_link_that_several_connections_share_is_blamed() -> None:
         for a, b in FOUR
     ]
     for first in (1, 5):
-        one.hear([Told((), tuple(listed))], first)
+        one.hear([RankMeasurements((), tuple(listed))], first)
     assert one.believed == {"gpu1->nvswitch0": 15.0}
 
 
 def test_what_is_measured_of_a_link_holds_whatever_was_said_of_the_wire() -> None:
     """Which may name both directions."""
-    company = Company(topoplan.plan(DGX, gpus=[0, 1, 2]), Change.of(slow_links={"gpu1-gpu2": 20.0}))
+    company = Membership(topoplan.plan(DGX, gpus=[0, 1, 2]), PlanChange.of(slow_links={"gpu1-gpu2": 20.0}))
     after = company.with_slow({"gpu1->gpu2": 10.0})
     assert dict(after.change.slow_links) == {"gpu1->gpu2": 10.0, "gpu2->gpu1": 20.0}
     assert after.plan().topology.links != company.plan().topology.links
@@ -159,13 +169,13 @@ def test_what_is_measured_of_a_link_holds_whatever_was_said_of_the_wire() -> Non
 
 def test_two_links_say_nothing_of_each_other() -> None:
     one = judge()
-    few = [Told((), told({(0, 3): 0.1})[0].carried[1:])]
+    few = [RankMeasurements((), told({(0, 3): 0.1})[0].carried[1:])]
     for first in (1, 5, 9):
         assert one.hear(few, first) == []
 
 
-def of_seconds(*seconds: Sequence[float]) -> list[Told]:
-    return [Told(tuple(one)) for one in seconds]
+def of_seconds(*seconds: Sequence[float]) -> list[RankMeasurements]:
+    return [RankMeasurements(tuple(one)) for one in seconds]
 
 
 def test_the_rank_that_the_others_wait_for_is_late() -> None:

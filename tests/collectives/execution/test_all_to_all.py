@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, check_table, lower
-from collectives.backends.loopback.backend import execute
+from collectives.backends.loopback.loopback_backend import execute
 from tests.support.small_fabrics import direct_machines
 from tests.support.tcp_jobs import in_threads
 from topoplan.errors import BackendError, PlanError, UsageError
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan, Plans
-from topoplan.topology import Topology
 
 Array = NDArray[np.int64]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.execution.chunk_size import CEILING, FLOOR, START, ChunkSizes
+from collectives.backends.plan_and_chunk_store import FIRST_CHUNK, LARGEST_CHUNK, SMALLEST_CHUNK, ChunkSizes
 from topoplan.errors import UsageError
 
 KB, MB = 1 << 10, 1 << 20
@@ -50,9 +50,9 @@ def test_the_search_ends_at_the_best_size_it_can_tell_apart(name: str) -> None:
     seconds, best, calls = CURVES[name]
     found, tried = settle(seconds)
     assert (found, len(tried)) == (best, calls)
-    assert tried[0] == START
-    assert min(tried) >= FLOOR
-    assert max(tried) <= CEILING
+    assert tried[0] == FIRST_CHUNK
+    assert min(tried) >= SMALLEST_CHUNK
+    assert max(tried) <= LARGEST_CHUNK
 
 
 @pytest.mark.parametrize("alpha", [1e-7, 1e-6, 1e-5, 1e-4])
@@ -94,19 +94,19 @@ def test_no_chunk_is_larger_than_the_buffer(nbytes: int, name: str) -> None:
     found, tried = settle(CURVES[name][0], nbytes=nbytes)
     assert all(1 <= size <= max(nbytes, 1) for size in [found, *tried])
     assert len(tried) <= 14
-    assert bool(tried) == (nbytes > FLOOR)
-    if name == "rising" and nbytes <= FLOOR:
+    assert bool(tried) == (nbytes > SMALLEST_CHUNK)
+    if name == "rising" and nbytes <= SMALLEST_CHUNK:
         assert found == max(nbytes, 1)
-    if name == "falling" and nbytes > FLOOR:
-        assert found < 2 * FLOOR
+    if name == "falling" and nbytes > SMALLEST_CHUNK:
+        assert found < 2 * SMALLEST_CHUNK
 
 
 def test_a_search_that_is_open_chooses_the_same_size_until_it_is_told_a_time() -> None:
     sizes = ChunkSizes("loopback")
-    assert {sizes.choose("plan", 8 * MB) for _ in range(5)} == {START}
+    assert {sizes.choose("plan", 8 * MB) for _ in range(5)} == {FIRST_CHUNK}
     sizes.measured("plan", 8 * MB, 1.0)
     sizes.measured("plan", 8 * MB, 1.0)
-    assert {sizes.choose("plan", 8 * MB) for _ in range(5)} == {4 * START}
+    assert {sizes.choose("plan", 8 * MB) for _ in range(5)} == {4 * FIRST_CHUNK}
 
 
 def test_ranks_that_are_told_the_same_seconds_make_the_same_choices() -> None:
@@ -128,7 +128,11 @@ def test_a_size_serves_buffers_of_its_power_of_two_of_the_same_plan_only() -> No
     assert not sizes.settled("plan", 4 * MB)
     assert not sizes.settled("plan", 8 * MB + 1)
     assert not sizes.settled("other plan", 8 * MB)
-    assert [sizes.choose("plan", n) for n in (4 * MB, 5 * MB, 9 * MB)] == [START, FLOOR, START]
+    assert [sizes.choose("plan", n) for n in (4 * MB, 5 * MB, 9 * MB)] == [
+        FIRST_CHUNK,
+        SMALLEST_CHUNK,
+        FIRST_CHUNK,
+    ]
 
 
 def test_buffers_of_different_sizes_in_one_class_are_not_compared_with_each_other() -> None:
@@ -146,7 +150,7 @@ def test_buffers_that_never_come_twice_are_forgotten_and_use_the_first_size() ->
     for nbytes in range(8 * MB, 8 * MB + 1000):
         sizes.measured("plan", nbytes, 1.0)
     assert len(sizes._open) <= 64
-    assert sizes.choose("plan", 8 * MB + 500) == START
+    assert sizes.choose("plan", 8 * MB + 500) == FIRST_CHUNK
 
 
 def test_a_fixed_size_is_never_measured() -> None:
@@ -168,10 +172,10 @@ def test_sizes_are_saved_beside_those_of_other_plans_and_back_ends_and_loaded(tm
     content = json.loads(path.read_text())
     assert content["format"] == "topoplan.chunks/1"
     assert [(one["backend"], one["bytes"], one["chunk"]) for one in content["sizes"]] == [
-        ("mpi", 256 * MB, FLOOR),
-        ("torch", 256 * MB, CEILING),
+        ("mpi", 256 * MB, SMALLEST_CHUNK),
+        ("torch", 256 * MB, LARGEST_CHUNK),
     ]
-    for backend, size in (("mpi", FLOOR), ("torch", CEILING)):
+    for backend, size in (("mpi", SMALLEST_CHUNK), ("torch", LARGEST_CHUNK)):
         loaded = ChunkSizes(backend)
         loaded.measured("plan", 200 * MB, 1.0)
         loaded.load(path)
@@ -203,7 +207,7 @@ def test_a_file_of_something_else_is_one_error_and_stays_as_it_is(text: str, tmp
             use(path)
         assert "\n" not in str(caught.value)
     assert path.read_text() == text
-    assert sizes.choose("plan", 256 * MB) == FLOOR
+    assert sizes.choose("plan", 256 * MB) == SMALLEST_CHUNK
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written_is_one_error(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.backends.loopback.paced import PacedLoopback
+from collectives.backends.loopback.paced_loopback import PacedLoopback
 from tests.support.tcp_jobs import given_to, in_threads, seal
 from topoplan.errors import PlanError
 from topoplan.plans.plan import Plan
-from topoplan.schedules.one_shot import one_shot, one_shot_along, one_shot_servers
+from topoplan.schedules.low_latency import one_shot, one_shot_along, one_shot_servers
 
 COUNTS = (0, 1, 17, 1003)
 

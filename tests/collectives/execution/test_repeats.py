@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.backends.shared.execution import Arithmetic
-from collectives.execution import execution
+from collectives.backends import execution
+from collectives.backends.shared.program_runner import Arithmetic
 from tests.support import tcp_jobs
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory

@@ -14,14 +14,14 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.job.given_plan import given_alike, plan_for_all
-from collectives.job.hosts import in_rank_order, network_speed
+from collectives.communicator.job_plan import agree_on_input, agree_on_plan
+from collectives.communicator.job_topology import in_rank_order, network_speed
 from tests.support.fake_machine.fixtures import Installer
 from tests.support.job_meeting import Meeting, plan_of, plans_of
 from topoplan.errors import PlanError, ProbeError, UsageError
+from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.plans.plan import Plan
-from topoplan.probing.probe import probe_host
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.reading.probe import probe_host
 
 _JOBS = count()
 """Makes every job's host names its own, so that no test is given the kept plan of another."""
@@ -339,8 +339,8 @@ def test_on_a_machine_that_is_given_one_rank_plans_for_all(monkeypatch: pytest.M
 
     def one(rank: int) -> str:
         gather = meeting.gather(rank)
-        meant = given_alike(gather, "v100x4", size=4, where="the group")
-        return plan_for_all(gather, meant, rank=rank, size=4).digest
+        meant = agree_on_input(gather, "v100x4", size=4, where="the group")
+        return agree_on_plan(gather, meant, rank=rank, size=4).digest
 
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(one, range(4)))
@@ -363,7 +363,7 @@ def test_ranks_that_are_given_something_else_are_one_error_on_all(given: list[An
 
     def one(rank: int) -> Any:
         try:
-            return given_alike(meeting.gather(rank), given[rank], size=4, where="the group")
+            return agree_on_input(meeting.gather(rank), given[rank], size=4, where="the group")
         except UsageError as error:
             return error
 

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from collectives.kernels import compiler, kernel_names, kernel_source
-from collectives.kernels.compiler import compile_source, load_kernel, nvrtc_of_cupy, target_of
-from collectives.kernels.feedback_source import FEEDBACK_LINES
-from collectives.kernels.selection_source import selection_kernel_names, selection_source
+from collectives.tables.kernels import compiler
+from collectives.tables.kernels.compiler import compile_source, load_kernel, nvrtc_of_cupy, target_of
+from collectives.tables.kernels.source import (
+    FEEDBACK_LINES,
+    kernel_names,
+    kernel_source,
+    selection_kernel_names,
+    selection_source,
+)
 from topoplan.errors import UsageError
 
 SOURCES = {

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.kernels import kernel_names, kernel_source
-from collectives.kernels.source import BYTES, divide_kernel, join_kernel
-from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, work_of
-from collectives.reduction import divide, reduction
+from collectives.tables.kernels.kernel_launch import THREADS, TILE_BYTES, Chunks, work_of
+from collectives.tables.kernels.source import BYTES, divide_kernel, join_kernel, kernel_names, kernel_source
+from collectives.tables.numpy_arrays import divide, reduction
 from tests.support.compiled_kernels import launch
 from tests.support.kernel_data import CASES, COMPLEX, FLOATS, WHOLE, numpy_fuses, same_bits, special
 from tests.support.nvrtc import Built, built, compilers

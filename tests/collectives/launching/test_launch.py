@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launching.local_processes import launch_local, local_ranks, reserved_port
+from collectives.communicator.launch import launch_local, local_ranks, reserved_port
 from tests.support.hand_plans import forest_plan
-from topoplan.cli.main import RANKS, main
+from topoplan.cli.main import RANK_VARIABLES, main
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -131,7 +131,7 @@ def test_a_rank_that_is_lost_and_started_again_is_no_failure(tmp_path: Path) -> 
 
 LAUNCH = """
 import sys
-from collectives.launching.local_processes import launch_local, reserved_port
+from collectives.communicator.launch import launch_local, reserved_port
 launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
 """
 
@@ -168,7 +168,7 @@ def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
     folder.mkdir()
     options = ["--backend", backend, "--sizes", ",".join(["16MB"] * 200)]
     command = [sys.executable, "-m", "topoplan", "bench", str(plan), *options]
-    outer = {name: value for name, value in os.environ.items() if name not in RANKS}
+    outer = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     told = subprocess.DEVNULL
     ran = subprocess.Popen(command, env={**outer, "TMPDIR": str(folder)}, stdout=told, stderr=told)
     deadline = time.monotonic() + 30
@@ -189,7 +189,7 @@ def test_a_signal_that_asks_to_end_is_an_interrupt_inside_a_command(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
 
-    for name in RANKS:
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     commands = import_module("topoplan.cli.main")
     monkeypatch.setattr(commands, "_run", lambda given, name, others: end(given))

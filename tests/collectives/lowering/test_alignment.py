@@ -11,12 +11,12 @@ import pytest
 import topoplan
 from collectives import Communicator, TransferTable, lower
 from collectives.backends.backend import Call
-from collectives.backends.loopback.backend import Loopback
-from collectives.wire import WireFormat
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.sparse.codec import WireFormat
 from tests.bench.alignment import COUNTS, MACHINES, PACK, Crossing, nccl_crossings, torch_crossings
 from tests.support.hand_plans import SHAPES, forest_plan
-from topoplan.plans.plan import EVERY, Plan
-from topoplan.plans.tree import ALIGNMENT
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.plans.shards import ALIGNMENT
 
 GATHERED = ("allgather", "reduce_scatter")
 
@@ -34,7 +34,7 @@ def all_packed(crossings: list[Crossing]) -> bool:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("each", [1, 15, 16, 17, 1003])
 def test_chunks_start_on_borders_of_a_block_and_only_its_last_one_ends_elsewhere(
     collective: str, each: int
@@ -82,7 +82,7 @@ def test_messages_of_blocks_that_end_on_borders_are_copied_in_packs(
         assert all_packed(crossings(plan, table, itemsize))
 
 
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective: str, shape: str) -> None:
     """Partial sums lie in scratch memory, and slots hold shards of any length."""

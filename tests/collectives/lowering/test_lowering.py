@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import TransferTable, check_table, lower
-from collectives.backends.loopback.backend import execute
-from collectives.lowering.transfer_table import PER_ROW
+from collectives.backends.loopback.loopback_backend import execute
+from collectives.tables.transfer_table import PER_ROW
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import (
     SHAPES,
@@ -30,10 +30,10 @@ from tests.support.hand_plans import (
     three_phase_plan,
 )
 from topoplan.errors import PlanError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import trivial_plan
-from topoplan.plans.plan import COLLECTIVES, EVERY, Plan
-from topoplan.plans.tree import Shard, Stage
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, Plan
+from topoplan.plans.shards import Shard, Stage
 from topoplan.plans.verify import contributions
 
 
@@ -44,7 +44,7 @@ def elements(plan: Plan, count: int) -> int:
     return count * len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else count
 
 
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_order_that_a_table_allows_gives_the_collective(collective: str, shape: str, size: int) -> None:
@@ -75,7 +75,7 @@ def test_two_plans_of_one_digest_have_tables_of_their_own() -> None:
     assert lower(again, 64, chunk_elements=64, digest="0123456789abcdef") is first
 
 
-@pytest.mark.parametrize("collective", EVERY)
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 def test_each_single_prerequisite_is_necessary(collective: str) -> None:
     """Without any one of them the checker finds a race: no prerequisite is implied by the others."""
     plan = forest_plan(5, collective, "binary")

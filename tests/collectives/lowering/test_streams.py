@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import lower
-from collectives.backends.stepped.moves import moves_of
-from collectives.lowering.edge_streams import row_of, stream_of, streams
-from collectives.lowering.transfer_table import TransferTable
+from collectives.backends.stepped_program import moves_of
+from collectives.tables.transfer_table import TransferTable, row_of, stream_of, streams
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
-from topoplan.plans.plan import EVERY
+from topoplan.plans.plan import ALL_COLLECTIVES
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> TransferTable:
     """Tables of hand-made forests with chunks of any length."""
     ranks = draw(st.integers(2, 6))
-    collective = draw(st.sampled_from(EVERY))
+    collective = draw(st.sampled_from(ALL_COLLECTIVES))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
     return lower(
         plan, plan.blocks * ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640))

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.loops import HEADER_BYTES
-from collectives.backends.tcp.network import INTRODUCTION
-from collectives.wire import WireFormat
+from collectives.backends.tcp.compiled_exchange import HEADER_BYTES
+from collectives.backends.tcp.connections import INTRODUCTION
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.sparse.codec import WireFormat
 from tests.support.tcp_jobs import backends_in_threads
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.servers import Servers
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import shard_bounds
-from topoplan.topology import Topology
+from topoplan.plans.shards import shard_bounds
 
 Array = NDArray[Any]
 
@@ -45,7 +45,7 @@ def gradients(ranks: int, size: int = SIZE) -> list[Array]:
 
 def left_first_server(comm: Communicator) -> int:
     """Bytes that went from ranks of the first server to others."""
-    home = Servers(Fabric(comm.plan.topology, comm.plan.channels)).of_rank
+    home = FabricServers(Fabric(comm.plan.topology, comm.plan.channels)).of_rank
     return sum(
         nbytes for (rank, peer), nbytes in comm.bytes_sent().items() if home[rank] == 0 and home[peer] != 0
     )

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
-from collectives.optimisers.parallel_trust_ratios import ParallelRates, assign_layers
-from collectives.optimisers.trust_ratio import lamb_rate, lars_rate, norm
+from collectives.training.trust_ratios import ParallelRates, assign_layers, lamb_rate, lars_rate, norm
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.optimisers import Lamb, Lars
+from collectives.training.optimizers import Lamb, Lars
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 

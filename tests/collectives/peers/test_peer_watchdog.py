@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from collectives.peers.control_page import Control, Placement
-from collectives.peers.over_shared_memory import SharedWorld
-from collectives.peers.peer_watchdog import Watch
-from collectives.peers.signature import Signature
+from collectives.peers.control_page import ControlPage, HostPlacement
+from collectives.peers.control_plane import Signature
+from collectives.peers.peer_watchdog import PeerWatchdog
+from collectives.peers.shared_memory_control_plane import SharedMemoryControlPlane
 from topoplan.errors import BackendError
 
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux tells of the end of processes")
 
 
-def watch_over(pids: tuple[int, ...]) -> tuple[Watch, threading.Event]:
+def watch_over(pids: tuple[int, ...]) -> tuple[PeerWatchdog, threading.Event]:
     """Of rank 0, and what its alarm sets."""
-    control = Control(memoryview(bytearray(Control.size(len(pids)))), 0)
+    control = ControlPage(memoryview(bytearray(ControlPage.size(len(pids)))), 0)
     alarmed = threading.Event()
     control.alarm = alarmed.set
-    return Watch(control, Placement(0, (0,) * len(pids), pids), timeout=1.0), alarmed
+    return PeerWatchdog(control, HostPlacement(0, (0,) * len(pids), pids), timeout=1.0), alarmed
 
 
 @needs_pidfd
@@ -57,11 +57,12 @@ def test_without_word_from_the_system_nobody_relies_on_it() -> None:
 def test_a_rank_that_was_stopped_hears_that_the_others_have_given_it_up() -> None:
     """It finds the notes of all others, which they have shown before they waited for its own in vain."""
     memory, about = (
-        memoryview(bytearray(Control.size(2))),
+        memoryview(bytearray(ControlPage.size(2))),
         Signature(1, "", 2, "allreduce", None, "sum", "", 3, 16),
     )
     awake, stopped = (
-        SharedWorld(Control(memory, rank), Placement(rank, (0, 0), (0, 0)), timeout=0.1) for rank in range(2)
+        SharedMemoryControlPlane(ControlPage(memory, rank), HostPlacement(rank, (0, 0), (0, 0)), timeout=0.1)
+        for rank in range(2)
     )
     with pytest.raises(BackendError, match="peer 1, step 0: the peer does not go on"):
         awake.agree(about, timeout=0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.peers.control_page import Control, Placement
+from collectives.peers.control_page import ControlPage, HostPlacement
 from collectives.peers.shared_memory import Arenas, create_memory, meet
 from topoplan.errors import BackendError
 
@@ -33,7 +33,9 @@ assert array.min() == 7
 
 def arenas() -> Arenas:
     """Of two ranks, as the first of them sees them."""
-    return Arenas(Control(memoryview(bytearray(Control.size(2))), 0), Placement(0, (0, 0), (0, 0)))
+    return Arenas(
+        ControlPage(memoryview(bytearray(ControlPage.size(2))), 0), HostPlacement(0, (0, 0), (0, 0))
+    )
 
 
 def test_a_forked_process_leaves_the_arrays_of_its_parent_alone() -> None:

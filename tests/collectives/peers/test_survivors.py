@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.membership_protocol import MembershipProtocol, can_reach_each_other
 from collectives.peers.peer_watchdog import process_state
 from collectives.peers.rendezvous_state import pack
-from collectives.peers.survivors import Survivors, reach_each_other
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from topoplan.errors import BackendError
 
 SECONDS = 5.0
 
 
 @contextmanager
-def job(size: int) -> Iterator[list[Survivors]]:
+def job(size: int) -> Iterator[list[MembershipProtocol]]:
     """Ranks in one process, none of which counts as ended while it lives."""
-    ranks = [Survivors("127.0.0.1") for _ in range(size)]
+    ranks = [MembershipProtocol("127.0.0.1") for _ in range(size)]
     for rank, one in enumerate(ranks):
         one.know(rank, [other.card for other in ranks])
     try:
@@ -58,7 +58,7 @@ def at_once(ranks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
 
 
 def agreed(
-    ranks: list[Survivors], asked: dict[int, list[int]], *, timeout: float = SECONDS, **given: Any
+    ranks: list[MembershipProtocol], asked: dict[int, list[int]], *, timeout: float = SECONDS, **given: Any
 ) -> dict[int, Any]:
     return at_once(
         {
@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_host_that_is_stopped_longer_than_for_any_rank() -> N
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             until = time.monotonic() + 0.1
             with pytest.raises(BackendError, match="rank 0 does not answer"):
-                TcpWorld(address, 1, 2, timeout=9999, look=lambda: one.check(until))
+                TcpControlPlane(address, 1, 2, timeout=9999, look=lambda: one.check(until))
         other.kill()
 
 
@@ -177,7 +177,7 @@ def test_a_decision_that_some_have_heard_binds_the_others_when_its_voice_dies() 
         assert found == dict.fromkeys(range(4), (0, 1, 2, 3))
 
 
-def _late(one: Survivors, peer: int) -> Any:
+def _late(one: MembershipProtocol, peer: int) -> Any:
     """Agree, having lost what a peer says after the others heard that this rank is there."""
     hear = one._hear
 
@@ -220,7 +220,7 @@ def test_a_death_while_texts_are_gathered_ends_that_and_the_next_agreement_goes_
         assert (ranks[3].members, ranks[3].epoch) == ((0, 1, 3), 2)
 
 
-def _gather_then_agree(one: Survivors) -> Any:
+def _gather_then_agree(one: MembershipProtocol) -> Any:
     with pytest.raises(BackendError):
         one.gather("x", timeout=SECONDS)
     return one.agree(timeout=SECONDS)
@@ -240,14 +240,16 @@ def test_strangers_change_nothing() -> None:
             assert agreed(ranks, {0: [], 1: []}) == {0: (0, 1), 1: (0, 1)}
 
 
-def knocking(ranks: list[Survivors], **given: Any) -> tuple[threading.Thread, list[Survivors]]:
+def knocking(
+    ranks: list[MembershipProtocol], **given: Any
+) -> tuple[threading.Thread, list[MembershipProtocol]]:
     """A process that knocks at all ranks, once they have heard it."""
-    come: list[Survivors] = []
+    come: list[MembershipProtocol] = []
     invitation = ranks[0].invitation
     for one in ranks:
         assert one.knocks == "[]"
     thread = threading.Thread(
-        target=lambda: come.append(Survivors.knock(invitation, wait=SECONDS, **given)), daemon=True
+        target=lambda: come.append(MembershipProtocol.knock(invitation, wait=SECONDS, **given)), daemon=True
     )
     thread.start()
     deadline = time.monotonic() + SECONDS
@@ -343,12 +345,12 @@ def test_loopback_addresses_of_two_networks_do_not_make_a_job_that_goes_on() -> 
     """Each would find nobody at the others' addresses, and go on alone."""
     with job(2) as ranks:
         one, other = (json.loads(rank.card) for rank in ranks)
-        assert reach_each_other([json.dumps(one), json.dumps(other)])
-        assert not reach_each_other([json.dumps(one), None])
+        assert can_reach_each_other([json.dumps(one), json.dumps(other)])
+        assert not can_reach_each_other([json.dumps(one), None])
         other[3] = "another network"
-        assert not reach_each_other([json.dumps(one), json.dumps(other)])
+        assert not can_reach_each_other([json.dumps(one), json.dumps(other)])
         one[0] = other[0] = "10.0.0.7"
-        assert reach_each_other([json.dumps(one), json.dumps(other)])
+        assert can_reach_each_other([json.dumps(one), json.dumps(other)])
 
 
 def test_a_rank_that_the_network_does_not_reach_is_not_taken_for_dead() -> None:
@@ -390,7 +392,7 @@ def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> No
             with pytest.raises(
                 BackendError, match="rank 0 has died while the ranks that are left find each other"
             ):
-                TcpWorld(f"127.0.0.1:{port}", 1, 3, timeout=30, look=lambda: ranks[1].check(math.inf))
+                TcpControlPlane(f"127.0.0.1:{port}", 1, 3, timeout=30, look=lambda: ranks[1].check(math.inf))
         with pytest.raises(BackendError, match="rank 0 has died"):
-            TcpWorld(f"127.0.0.1:{port}", 2, 3, timeout=30, look=lambda: ranks[2].check(math.inf))
+            TcpControlPlane(f"127.0.0.1:{port}", 2, 3, timeout=30, look=lambda: ranks[2].check(math.inf))
         assert time.monotonic() - begun < 30

@@ -22,27 +22,33 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers import address
 from collectives.peers.address import (
     INTERACTIVE,
     LOW_DELAY,
     Address,
-    ahead_of_data,
     connect,
     listen,
     parse_address,
-    processes_seen,
+    prioritize,
+    process_namespace,
 )
-from collectives.peers.blame import Waiting, blame
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.control_plane import Signature, Waiting, attribute_failure, disagreement
+from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import process_state
-from collectives.peers.place_in_job import JobIdentity, job_identity
-from collectives.peers.rendezvous import Hold, Rendezvous, _hearing, _Opening, _Visitor, process_mark
-from collectives.peers.rendezvous_client import Control, Watcher
-from collectives.peers.rendezvous_state import FORMAT, Hub, Message, Post, Unpacker, pack
-from collectives.peers.signature import Signature, disagreement
+from collectives.peers.rendezvous import (
+    AddressLock,
+    Rendezvous,
+    _can_receive,
+    _Opening,
+    _RankConnection,
+    process_mark,
+)
+from collectives.peers.rendezvous_client import RendezvousClient, SocketWatcher
+from collectives.peers.rendezvous_state import FORMAT, Message, Post, RendezvousState, Unpacker, pack
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
@@ -116,16 +122,16 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_windows_must_be_the_same_on_all_ranks() -> None:
-    hub = Hub(2)
+    hub = RendezvousState(2)
     assert hub.join(hello_of(1, 2), 0.0) == ("", [])
     reason, posts = hub.join(hello_of(0, 2, flight_bytes=8), 0.0)
     assert "rank 0 has flight_bytes 8 and rank 1 7" in reason
     assert [rank for rank, _ in posts] == [1]
 
 
-def asked_who_stalls(stopped: set[int]) -> tuple[Hub, list[Post]]:
+def asked_who_stalls(stopped: set[int]) -> tuple[RendezvousState, list[Post]]:
     """Of three ranks, of which rank 0 waits for rank 1; rank 2 has answered."""
-    hub = Hub(3, stopped=lambda hello: hello["rank"] in stopped)
+    hub = RendezvousState(3, stopped=lambda hello: hello["rank"] in stopped)
     for rank in range(3):
         hub.join(hello_of(rank, 3), 0.0)
     waits = {"peer": 1, "step": 3, "idle": 2.0}
@@ -150,7 +156,7 @@ def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_when_all_say_what_t
 def test_word_to_wait_on_that_comes_late_is_no_answer_to_the_next_question() -> None:
     """It was for a question that was answered meanwhile."""
     with Rendezvous("127.0.0.1:0", 1) as meeting:
-        world = TcpWorld(meeting.address, 0, 1)
+        world = TcpControlPlane(meeting.address, 0, 1)
         say = world.control.say
 
         def said_late(message: Message) -> None:
@@ -172,7 +178,7 @@ def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
     agree = {"type": "agree", "signature": "", "met": 0}
     rendezvous = Rendezvous("127.0.0.1:0", 2)
     pairs = [socket.socketpair() for _ in range(2)]
-    visitors = [_Visitor(own, 0.0) for own, _ in pairs]
+    visitors = [_RankConnection(own, 0.0) for own, _ in pairs]
     for rank, visitor in enumerate(visitors):
         rendezvous._visitors.add(visitor)
         rendezvous._selector.register(visitor.connection, selectors.EVENT_READ, visitor)
@@ -195,16 +201,16 @@ def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
         other.send_signal(signal.SIGSTOP)
         while process_state(other.pid) != "T":
             time.sleep(0.01)
-        hello = {"processes": processes_seen(), "pid": other.pid}
+        hello = {"processes": process_namespace(), "pid": other.pid}
         one, end = socket.socketpair()
         with one, end:
-            opening = _Opening(0, Hub(2), {1: _Visitor(one, 0.0, rank=1)})
+            opening = _Opening(0, RendezvousState(2), {1: _RankConnection(one, 0.0, rank=1)})
             opening.hub.hellos[1] = hello
-            assert not _hearing(opening)
+            assert not _can_receive(opening)
             opening.hub.hellos[1] = {**hello, "pid": os.getpid()}
-            assert _hearing(opening)
+            assert _can_receive(opening)
             opening.hub.hellos[1] = {**hello, "processes": "of another machine"}
-            assert _hearing(opening)
+            assert _can_receive(opening)
         other.kill()
 
 
@@ -412,7 +418,7 @@ def test_jobs_are_told_apart_by_what_their_launchers_set(
 
 
 def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
-    code = "from collectives.peers.place_in_job import job_identity; print(job_identity(2).launchers[-1][0])"
+    code = "from collectives.peers.environment import job_identity; print(job_identity(2).launchers[-1][0])"
     script = f"for r in 0 1; do (RANK=$r {sys.executable} -c '{code}'; true) & done; wait"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert len(done.stdout.split()) == 2, done.stderr
@@ -422,7 +428,7 @@ def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
 def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
     """Ranks of one script, each behind a wrapper of its own, have the script in common."""
     body = (
-        "import json; from dataclasses import asdict; from collectives.peers.place_in_job import job_identity; "
+        "import json; from dataclasses import asdict; from collectives.peers.environment import job_identity; "
         "print(json.dumps(asdict(job_identity(2))))"
     )
     wrapped = [
@@ -485,7 +491,7 @@ def test_a_rank_that_fails_to_meet_the_others_may_try_again() -> None:
 
 COMES_AS_RANK_0 = """
 import sys
-from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from topoplan.errors import BackendError
 try:
     TcpWorld(sys.argv[1], 0, 2, timeout=5)
@@ -507,7 +513,7 @@ def test_ranks_that_have_met_keep_their_address_from_another_rank_0_and_free_the
     address = f"127.0.0.1:{free_port()}"
     reasons: list[str] = []
     mine = job_identity(2)
-    releases = [Hold.take(address, mine, reasons.append) for _ in range(2)]
+    releases = [AddressLock.take(address, mine, reasons.append) for _ in range(2)]
     socket.create_server(("127.0.0.1", parse_address(address).port)).close()
     Rendezvous.shared(address, mine).release(None)  # another communicator of this process
     assert not reasons
@@ -571,7 +577,7 @@ def test_rank_0_that_cannot_listen_says_who_does() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOPOPLAN_JOB", "a")
         here = Rendezvous.shared(address, job_identity(2))
-    body = f"from collectives.peers.over_rendezvous import TcpWorld; TcpWorld({address!r}, 0, 2, timeout=9)"
+    body = f"from collectives.peers.tcp_control_plane import TcpControlPlane; TcpWorld({address!r}, 0, 2, timeout=9)"
     command = [sys.executable, "-c", body]
     ran = subprocess.run(command, env={**os.environ, "TOPOPLAN_JOB": "b"}, capture_output=True, text=True)
     here.release(None)
@@ -643,7 +649,7 @@ BLAMES: list[tuple[dict[int, Waiting], tuple[int, int, int] | None]] = [
 def test_the_end_of_the_chain_of_waiting_ranks_is_at_fault(
     answers: dict[int, Waiting], expected: tuple[int, int, int] | None
 ) -> None:
-    found = blame(0, answers, 8.0)
+    found = attribute_failure(0, answers, 8.0)
     assert (None if found is None else (found.rank, found.peer, found.step)) == expected
 
 
@@ -703,12 +709,12 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
     failure = {"type": "failed", "message": "rank 1 gave up", "rank": None, "peer": 1, "step": None}
     with socket.create_server(("127.0.0.1", 0)) as server:
         until = time.monotonic() + 5
-        control = Control(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, until=until)
+        control = RendezvousClient(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, until=until)
         rendezvous, _ = server.accept()
         with rendezvous:
             rendezvous.sendall(pack(welcome) + pack(failure))
             assert (control.join({}) or {})["type"] == "welcome"
-            watcher = Watcher("one")
+            watcher = SocketWatcher("one")
             control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0), watcher)
             assert control.verdict == failure
             watcher.close()
@@ -719,7 +725,7 @@ def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a rank has met is told there, and then it waits no longer than it has waited for another one anyway."""
-    monkeypatch.setattr("collectives.peers.over_rendezvous.GRACE_SECONDS", 9999)
+    monkeypatch.setattr("collectives.peers.tcp_control_plane.GRACE_SECONDS", 9999)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
@@ -727,7 +733,7 @@ def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
         other.send_signal(signal.SIGSTOP)
         while process_state(other.pid) != "T":
             time.sleep(0.01)
-        seen = {"processes": processes_seen(), "pid": other.pid}
+        seen = {"processes": process_namespace(), "pid": other.pid}
         welcome = pack({"type": "welcome", "token": "", "host": 0, "peers": {}, **seen})
         address = f"127.0.0.1:{server.getsockname()[1]}"
         answers = threading.Thread(
@@ -735,7 +741,7 @@ def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
         )
         taken: list[socket.socket] = []
         answers.start()
-        world = TcpWorld(address, 1, 3)
+        world = TcpControlPlane(address, 1, 3)
         world.report("rank 2 closed its connection", peer=2, step=4)
         with pytest.raises(
             BackendError, match=r"rank 2 closed its connection, and the rendezvous of rank 0"
@@ -751,7 +757,7 @@ def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
 def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:
     """Its connection is at its end, which a thread that went on listening would hear without a pause."""
     rendezvous = Rendezvous(f"unix:{tmp_path / 'here'}", 1).start()
-    world = TcpWorld(rendezvous.address, 0, 1, timeout=5)
+    world = TcpControlPlane(rendezvous.address, 0, 1, timeout=5)
     rendezvous.close()
     begun = time.process_time()
     time.sleep(0.3)
@@ -762,7 +768,7 @@ def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:
 def test_a_forked_child_that_ends_leaves_the_rendezvous_of_its_parent_alone(tmp_path: Path) -> None:
     """It neither takes the address away nor wakes the parent's threads, which would then never sleep again."""
     address = tmp_path / "here"
-    world = TcpWorld(f"unix:{address}", 0, 1, timeout=5)
+    world = TcpControlPlane(f"unix:{address}", 0, 1, timeout=5)
     child = os.fork()
     if child == 0:
         world.close()
@@ -782,7 +788,7 @@ def test_words_of_the_ranks_overtake_data_where_the_network_lets_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         made = connect(Address("127.0.0.1", listener.getsockname()[1]), time.monotonic() + 5)
         taken, _ = listener.accept()
-        ahead_of_data(taken)
+        prioritize(taken)
         for one in (made, taken):
             assert one.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == LOW_DELAY
             if sys.platform == "linux":

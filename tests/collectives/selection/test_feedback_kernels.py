@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from collectives import ErrorFeedback
-from collectives.kernels.feedback_source import FEEDBACK_LINES
-from collectives.kernels.selection_source import selection_source
-from collectives.kernels.work import THREADS
-from collectives.selection import gpu_passes
-from collectives.selection.gpu_entries import add_entries_gpu
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.sparse.entry_messages import decode_entries, encode_entries
+from collectives.sparse.entry_arrays import decode_entries, encode_entries
 from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
+from collectives.sparse.selection import gpu_topk
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.tables.kernels.kernel_launch import THREADS
+from collectives.tables.kernels.source import FEEDBACK_LINES, selection_source
 from tests.support.fake_streams import Machine
 from tests.support.feedback_steps import CASES, compare_steps, equal_states, widened
 from tests.support.nvrtc import built, compilers
@@ -93,7 +91,7 @@ def test_steps_with_a_sampled_bound_give_and_keep_the_processors_bits(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, float]
 ) -> None:
     cupy, launches = fake
-    monkeypatch.setattr(gpu_passes, "SAMPLE", 256)
+    monkeypatch.setattr(gpu_topk, "SAMPLE", 256)
     compare_steps(cupy, case, 16501, (165, 16, 165, 165), lambda step: turn(launches, step))
     kind = "momentum" if case[2] else "feedback"
     added = [name for name in launches.names if re.match("feedback|momentum", name)]
@@ -108,7 +106,7 @@ def test_a_nan_in_a_gradient_is_refused_and_all_is_as_before(
 ) -> None:
     cupy, _ = fake
     if samples:
-        monkeypatch.setattr(gpu_passes, "SAMPLE", 128)
+        monkeypatch.setattr(gpu_topk, "SAMPLE", 128)
     size = 9001
     feedback = GpuErrorFeedback(size, momentum=momentum)
     whole = [np.random.default_rng(i).integers(-100, 101, size).astype(np.float32) for i in range(2)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from collectives.arrays.cupy_arrays import load_cupy
+from collectives.tables.cupy_arrays import load_cupy
 from tests.support.feedback_steps import CASES
 from tests.support.gpu_checks import (
     check_feedback,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from collectives.arrays.cupy_arrays import load_cupy
+from collectives.tables.cupy_arrays import load_cupy
 from tests.support.gpu_checks import (
     FREE_FOR_WIDE_INDICES,
     check_feed,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import collectives
-from collectives.selection.magnitudes import magnitudes
-from collectives.selection.topk import select_in_two_reads
+from collectives.sparse.selection.topk import magnitudes, select_in_two_reads
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]

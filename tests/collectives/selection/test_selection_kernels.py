@@ -11,10 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.kernels.selection_launching import BINS, STATE, digits, selection_kernels
-from collectives.kernels.selection_source import FORMS, KEY_BITS, selection_kernel_names, selection_source
-from collectives.kernels.work import THREADS, TILE_BYTES
-from collectives.selection.gpu import topk_gpu
+from collectives.sparse.selection.gpu_topk import topk_gpu
+from collectives.tables.kernels.kernel_launch import (
+    BINS,
+    SELECTION_STATE,
+    THREADS,
+    TILE_BYTES,
+    digits,
+    selection_kernels,
+)
+from collectives.tables.kernels.source import (
+    KEY_BITS,
+    SELECTION_FORMS,
+    selection_kernel_names,
+    selection_source,
+)
 from tests.support.compiled_kernels import launch
 from tests.support.fake_streams import Machine
 from tests.support.nvrtc import Built, built, compilers
@@ -187,7 +198,7 @@ def test_wide_indices_are_written_as_narrow_ones(dtype: str) -> None:
     x = drawn("normal", dtype, 9000, np.random.default_rng(3))
     k, blocks = 90, 2
     tiles = -(-x.nbytes // TILE_BYTES)
-    state, counts = np.zeros(1, dtype=STATE), np.zeros(BINS, dtype=np.uint64)
+    state, counts = np.zeros(1, dtype=SELECTION_STATE), np.zeros(BINS, dtype=np.uint64)
     for number, digit in enumerate(digits(dtype)):
         first = 0 if number else k
         words = [x.ctypes.data, 0, len(x), 0, *digit, first, counts.ctypes.data, state.ctypes.data]
@@ -204,4 +215,6 @@ def test_wide_indices_are_written_as_narrow_ones(dtype: str) -> None:
 
 
 def test_every_form_of_kernel_is_there_for_every_dtype() -> None:
-    assert set(selection_kernel_names()) == {f"{form}_{dtype}" for form in FORMS for dtype in KEY_BITS}
+    assert set(selection_kernel_names()) == {
+        f"{form}_{dtype}" for form in SELECTION_FORMS for dtype in KEY_BITS
+    }

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.kernels.selection_launching import digits
-from collectives.selection import gpu_passes
-from collectives.selection.gpu import feed_gpu, topk_gpu
-from collectives.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.selection import gpu_topk
+from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
+from collectives.tables.kernels.kernel_launch import digits
 from tests.support.fake_streams import Machine
 from tests.support.selection_data import DTYPES, drawn, key_of, reference, same
 from tests.support.selection_on_cpu import Launches, install_selection
@@ -134,7 +134,7 @@ def test_a_sample_saves_a_read_of_many_elements(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     cupy, launches = fake
-    monkeypatch.setattr(gpu_passes, "SAMPLE", 1000)
+    monkeypatch.setattr(gpu_topk, "SAMPLE", 1000)
     x = drawn("normal", dtype, 70001, np.random.default_rng(8))
     rest = ["histogram"] * len(digits(dtype))
     for k in (1, 700, 17500):
@@ -152,7 +152,7 @@ def test_a_sample_that_misses_what_is_large_changes_nothing(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cupy, launches = fake
-    monkeypatch.setattr(gpu_passes, "SAMPLE", 1000)
+    monkeypatch.setattr(gpu_topk, "SAMPLE", 1000)
     x = drawn("normal", "float32", 64000, np.random.default_rng(8))
     x[::64] = 1e6 * x[::64]
     residual = cupy.zeros(64000, dtype=np.float32)

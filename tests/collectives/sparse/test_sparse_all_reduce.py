@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, ErrorFeedback, topk
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.wire import WireFormat
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.sparse.codec import WireFormat
 from tests.support.hand_plans import forest_plan, three_phase_plan
 from tests.support.sparse_steps import EXCHANGES, TWO_SERVERS
 from tests.support.tcp_jobs import backends_in_threads, in_threads

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from collectives.arrays.cupy_arrays import load_cupy
-from collectives.wire import WireFormat
+from collectives.sparse.codec import WireFormat
+from collectives.tables.cupy_arrays import load_cupy
 from tests.support.gpu_exchange_checks import check_nan_in_sparse, check_sparse
 from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
 from topoplan.errors import UsageError

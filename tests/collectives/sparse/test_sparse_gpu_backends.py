@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.wire import WireFormat
+from collectives.sparse.codec import WireFormat
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import on_every_rank, outcome
 from tests.support.selection_on_cpu import Launches, install_selection

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback.backend import Loopback
-from collectives.peers.signature import Signature
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.peers.control_plane import Signature
 from collectives.training.averaging import InStepAverager
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.recorder import Recorder
+from collectives.training.report import Recorder
 from topoplan.errors import BackendError
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
 
 Array = NDArray[Any]
 

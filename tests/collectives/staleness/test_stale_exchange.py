@@ -19,13 +19,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.staleness import mailbox
-from collectives.staleness.mailbox import Mailbox
-from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
+from collectives.tables.numpy_arrays import NumpyArrays
+from collectives.training import mailbox
 from collectives.training.averaging import StaleAverager
 from collectives.training.exchange_settings import LossScale
-from collectives.training.recorder import Recorder
+from collectives.training.mailbox import Mailbox
+from collectives.training.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
+from collectives.training.report import Recorder
 from tests.support.checkout import ROOT
 from topoplan.errors import BackendError, UsageError
 
@@ -324,7 +324,7 @@ def test_survivors_of_a_killed_rank_say_which_it_was(tmp_path: Path) -> None:
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from collectives.staleness.mailbox import Mailbox
+from collectives.training.mailbox import Mailbox
 rank, size, folder = int(sys.argv[1]), 3, sys.argv[2]
 calls = 0
 def gather(text):

@@ -19,26 +19,35 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.benchmark import METHODS
-from collectives.testbed import sandbox
-from collectives.testbed.commands import WITH_HEADERS, commands, shaped
-from collectives.testbed.drop import MOST_DURING, PHASES
-from collectives.testbed.network import Network, crossed_links, lay_out, plan_flows, wires_file
-from collectives.testbed.outcome import Measurement, Outcome
-from collectives.testbed.rank import expected, given
-from collectives.testbed.scaling import largest_scale, slowed_plan
+from collectives.lab.benchmark import METHODS
+from collectives.lab.testbed import sandbox
+from collectives.lab.testbed.link_drop import MAX_RUNS_DURING, PHASES
+from collectives.lab.testbed.network import (
+    HEADER_FACTOR,
+    ShapedNetwork,
+    crossed_links,
+    largest_scale,
+    lay_out_network,
+    network_commands,
+    plan_flows,
+    reshape_commands,
+    slowed_plan,
+    wires_file,
+)
+from collectives.lab.testbed.rank import expected_result, make_input
+from collectives.lab.testbed.run import ScheduleMeasurement, ShapedRunOutcome
 from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
-from topoplan.cli import main
+from topoplan.cli.main import main
 from topoplan.errors import PlanError, UsageError
-from topoplan.formats.topology_json import dump_topology_json
+from topoplan.machine.topology_json import dump_topology_json
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Edge, Shard, Stage
+from topoplan.plans.shards import Edge, Shard, Stage
 
 DGX = topoplan.load("dgx-1v")
 SCALE = 0.0005
 
-needs_namespaces = pytest.mark.skipif(bool(sandbox.refusal()), reason=sandbox.refusal())
+needs_namespaces = pytest.mark.skipif(bool(sandbox.sandbox_refusal()), reason=sandbox.sandbox_refusal())
 
 
 def over_nics() -> Plan:
@@ -61,8 +70,8 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return PLANS[request.param]()
 
 
-def network_of(plan: Plan) -> Network:
-    return lay_out(crossed_links(plan), plan.topology.links, SCALE)
+def network_of(plan: Plan) -> ShapedNetwork:
+    return lay_out_network(crossed_links(plan), plan.topology.links, SCALE)
 
 
 def test_every_flow_of_a_stage_runs_as_its_data_does() -> None:
@@ -112,7 +121,7 @@ def test_addresses_are_used_once(plan: Plan) -> None:
 def test_routes_lead_every_wire_along_its_route_and_back(plan: Plan) -> None:
     """Followed hop by hop through the tables that the commands fill."""
     network = network_of(plan)
-    lines = commands(network)
+    lines = network_commands(network)
     tables = {
         name: dict(re.findall(r"route add (\S+)/32 via (\S+) ", "\n".join(inside)))
         for name, inside in lines.inside.items()
@@ -136,8 +145,8 @@ def test_routes_lead_every_wire_along_its_route_and_back(plan: Plan) -> None:
 def test_every_direction_of_every_link_is_shaped_where_it_is_sent(plan: Plan) -> None:
     network = network_of(plan)
     shaped = {
-        (name, interface, round(int(rate) / WITH_HEADERS))
-        for name, lines in commands(network).shape.items()
+        (name, interface, round(int(rate) / HEADER_FACTOR))
+        for name, lines in network_commands(network).shape.items()
         for interface, rate in re.findall(r"dev (\S+) root tbf rate (\d+)bit ", "\n".join(lines))
     }
     wanted = {
@@ -155,22 +164,22 @@ def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
     cable = next(one for one in network.cables if one.rates[0] is not None)
     before = next(
         line
-        for line in commands(network).shape[network.namespace(cable.ends[0])]
+        for line in network_commands(network).shape[network.namespace(cable.ends[0])]
         if f" {cable.interface} " in line
     )
-    ((name, (after,)),) = shaped(network, {"->".join(cable.ends): 1e6}).items()
+    ((name, (after,)),) = reshape_commands(network, {"->".join(cable.ends): 1e6}).items()
     assert name == network.namespace(cable.ends[0])
     assert re.sub("rate [0-9]+bit", "", after).replace("change", "add") == re.sub(
         "rate [0-9]+bit", "", before
     )
-    assert f"rate {round(1e6 * WITH_HEADERS)}bit" in after
+    assert f"rate {round(1e6 * HEADER_FACTOR)}bit" in after
 
 
 def test_two_schedules_share_the_cables_that_both_cross() -> None:
     """One network for trees and ring, with wires for each."""
     plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring(DGX, gpus=[0, 1, 2])]
     flows = [crossed_links(plan) for plan in plans]
-    network = lay_out({**flows[0], **flows[1]}, plans[0].topology.links, SCALE)
+    network = lay_out_network({**flows[0], **flows[1]}, plans[0].topology.links, SCALE)
     assert len(network.cables) == 3
     for part in flows:
         wires = wires_file(network, part)["wires"]
@@ -196,7 +205,7 @@ def test_the_default_scale_bounds_the_traffic_and_not_the_wiring() -> None:
 
 def test_data_tells_where_a_chunk_belongs() -> None:
     """No two chunks of a buffer hold the same."""
-    data = given(3, 1 << 18).reshape(-1, 1 << 12)
+    data = make_input(3, 1 << 18).reshape(-1, 1 << 12)
     assert len(np.unique(data, axis=0)) == len(data)
 
 
@@ -205,18 +214,18 @@ def test_what_ranks_must_get_is_what_loopback_gives(collective: str) -> None:
     plan = topoplan.plan(DGX, collective, gpus=[0, 1, 2])
     each = 20001 if collective == "allgather" else 30000
     with Communicator(plan) as communicator:
-        got = getattr(communicator, METHODS[collective])([given(rank, each) for rank in range(3)])
+        got = getattr(communicator, METHODS[collective])([make_input(rank, each) for rank in range(3)])
     for rank in range(3):
-        wanted = expected(collective, plan.root, rank=rank, ranks=3, count=each)
+        wanted = expected_result(collective, plan.root, rank=rank, ranks=3, count=each)
         assert (got[rank] is None) if wanted is None else np.array_equal(got[rank], wanted)
 
 
 def test_gains_are_over_the_schedules_that_are_rings_whatever_their_names() -> None:
     rows = tuple(
-        Measurement(name, 1000, 1.0, predicted, (seconds,), 0)
+        ScheduleMeasurement(name, 1000, 1.0, predicted, (seconds,), 0)
         for name, predicted, seconds in (("spring", 2.0, 3.0), ("loop", 4.0, 6.0))
     )
-    (gain,) = Outcome(1.0, 1, (), rows, rings=("loop",)).gains()
+    (gain,) = ShapedRunOutcome(1.0, 1, (), rows, rings=("loop",)).gains()
     assert (gain.schedule, gain.rival, gain.predicted, gain.measured) == ("spring", "loop", 2.0, 2.0)
 
 
@@ -233,7 +242,7 @@ def test_switches_that_add_are_refused() -> None:
 
 def test_links_too_slow_to_shape_are_refused() -> None:
     with pytest.raises(UsageError, match="gpu0->gpu1 would run at 200 bit/s"):
-        lay_out(crossed_links(topoplan.plan(DGX, gpus=[0, 1])), DGX.links, 1e-9)
+        lay_out_network(crossed_links(topoplan.plan(DGX, gpus=[0, 1])), DGX.links, 1e-9)
 
 
 def machine_file(folder: Path, machine: topoplan.Topology) -> str:
@@ -271,7 +280,7 @@ def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str])
     shown = json.loads(capsys.readouterr().out)
     assert [(one["name"], one["wrong"]) for one in shown["phases"]] == [(name, 0) for name in PHASES]
     assert [one["optimum"] for one in shown["phases"]] == [50.0, 30.0, 30.0]
-    assert 4 < len(shown["phases"][1]["runs"]) <= MOST_DURING
+    assert 4 < len(shown["phases"][1]["runs"]) <= MAX_RUNS_DURING
     assert shown["notes"][0].startswith("gpu1->gpu2: ")
     assert shown["notes"][-1].startswith("planned anew for that: ")
 
@@ -342,7 +351,7 @@ def test_nothing_is_left_behind(
     )
     try:
         ranks = wait_for(
-            lambda: sorted(marked(marker, "collectives.testbed.rank")), lambda pids: len(pids) == 4
+            lambda: sorted(marked(marker, "collectives.lab.testbed.rank")), lambda pids: len(pids) == 4
         )
         end(command, ranks)
         _, shown = command.communicate(timeout=30)

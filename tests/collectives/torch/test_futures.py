@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.communicator.handle import Handle
+from collectives.tables.numpy_arrays import NumpyArrays
 
 pytestmark = pytest.mark.thorough
 
@@ -95,10 +95,10 @@ def test_a_joint_work_ends_for_all_threads_once_its_result_is_copied() -> None:
 
 def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
     from collectives.torch.futures import JointWork
-    from collectives.torch.group_arguments import put
+    from collectives.torch.group_arguments import copy_lines
 
     target = torch.zeros(1)
-    work = JointWork([_Ended()], lambda: put([target], [torch.full((target.numel(),), 7.0)]))
+    work = JointWork([_Ended()], lambda: copy_lines([target], [torch.full((target.numel(),), 7.0)]))
     assert work.is_completed()
     assert target.item() == 7
 
@@ -135,11 +135,11 @@ def test_later_waits_order_their_stream_behind_the_copy_on_a_gpu(monkeypatch: py
 
 def test_a_joint_work_gives_the_tensors_of_its_caller_and_not_the_lines_that_were_exchanged() -> None:
     from collectives.torch.futures import JointWork
-    from collectives.torch.group_arguments import put
+    from collectives.torch.group_arguments import copy_lines
 
     target = torch.zeros(2, 3)
     work = JointWork(
-        [_Ended()], lambda: put([target], [torch.full((target.numel(),), 7.0)]), tensors=[target]
+        [_Ended()], lambda: copy_lines([target], [torch.full((target.numel(),), 7.0)]), tensors=[target]
     )
     assert work.get_future().wait()[0] is target
     assert work.result()[0] is target

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from collectives import Communicator
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.torch.going_on import GoingOnExchange
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.torch.parameter_residuals import ParameterNumbers
+from collectives.torch.recovery import RecoveringExchange
 from collectives.training.averaging import InStepAverager
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.recorder import Recorder
+from collectives.training.report import Recorder
 from tests.faults.recovery import plan_for
 from tests.support.tcp_jobs import SECONDS, backends_in_threads
 from topoplan.errors import BackendError, UsageError
@@ -96,10 +96,10 @@ class Job:
                 self._does[threading.get_ident()] = self._dies(comm) if rank == 2 else self._is_held_up
             return self._grown(exchange, "this")
 
-    def _exchange(self, comm: Communicator, *, has_it: bool = True) -> GoingOnExchange:
+    def _exchange(self, comm: Communicator, *, has_it: bool = True) -> RecoveringExchange:
         averager = InStepAverager(comm, ExchangeSettings(), Recorder("test", ranks=comm.size))
         changed = lambda *change: self.changes.append((comm.rank, *change[:3]))  # noqa: E731
-        made = GoingOnExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
+        made = RecoveringExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
         go_on = made._go_on
 
         def noted(error: BackendError) -> Any:
@@ -109,7 +109,7 @@ class Job:
         made._go_on = noted  # type: ignore[method-assign]
         return made
 
-    def _grown(self, exchange: GoingOnExchange, has: str) -> Any:
+    def _grown(self, exchange: RecoveringExchange, has: str) -> Any:
         taken: list[bytes] = []
         try:
             come = exchange.grow(has, lambda: STATE, lambda data: (self.takes(), taken.append(data)))

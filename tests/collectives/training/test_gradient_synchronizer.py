@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import GradientSynchronizer, LocalSGD
-from collectives.backends.loopback.backend import Loopback
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.training.buckets import Gradient, buckets_of
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.training.buckets import GradientSpec, buckets_of
+from collectives.training.gradient_filters import Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.significance import Significance
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
@@ -156,7 +156,7 @@ def test_a_full_bucket_starts_before_the_other_gradients_are_there() -> None:
 def test_buckets_hold_every_element_once_and_keep_to_their_size(
     drawn: list[tuple[int, str]], bucket_bytes: int
 ) -> None:
-    gradients = [Gradient(size, dtype, np.dtype(dtype).itemsize) for size, dtype in drawn]
+    gradients = [GradientSpec(size, dtype, np.dtype(dtype).itemsize) for size, dtype in drawn]
     buckets = buckets_of(gradients, bucket_bytes=bucket_bytes)
     members = [index for bucket in buckets for index in bucket.members]
     assert sorted(members) == [index for index, one in enumerate(gradients) if one.size]

@@ -9,13 +9,8 @@ import pytest
 
 import topoplan
 from collectives import GradientSynchronizer
-from collectives.training.integer_codes import IntegerCodes
-from collectives.wire.fixed_point import (
-    code_levels,
-    from_fixed_point,
-    largest_magnitudes,
-    to_fixed_point,
-)
+from collectives.sparse.quantization import code_levels, from_fixed_point, largest_magnitudes, to_fixed_point
+from collectives.training.gradient_filters import IntegerCodes
 from topoplan.errors import UsageError
 from topoplan.schedules.registry import make_schedule
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
 from collectives.training.averaging import InStepAverager
+from collectives.training.checkpoint_state import BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.kept_memory import KeptMemory, Part, told
+from collectives.training.gradient_filters import Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.recorder import Recorder
-from collectives.training.significance import Significance
+from collectives.training.report import Recorder
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 
@@ -140,11 +140,11 @@ def test_sparse_residuals_are_told_of_where_gradients_are_whole_now() -> None:
         synchronizer.load_state_dict(state)
 
 
-def parts(*numbers: int) -> tuple[Part, ...]:
+def parts(*numbers: int) -> tuple[BucketPart, ...]:
     """Parameters of 30 + 6 n elements, one after another."""
     found, start = [], 0
     for number in numbers:
-        found.append(Part(f"parameter {number}", start, start + 30 + 6 * number, (5 + number, 6)))
+        found.append(BucketPart(f"parameter {number}", start, start + 30 + 6 * number, (5 + number, 6)))
         start = found[-1].stop
     return tuple(found)
 
@@ -211,14 +211,14 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
 
 
 def test_a_residual_of_another_length_is_refused() -> None:
-    memory = KeptMemory()
-    memory.keep([Part("weight", 0, 4, (4,))], [np.ones(4)])
+    memory = FilterState()
+    memory.keep([BucketPart("weight", 0, 4, (4,))], [np.ones(4)])
     with pytest.raises(UsageError, match="4 elements are kept for weight, which has 3"):
-        memory.add_to([Part("weight", 0, 3, (3,))], [np.zeros(3)])
+        memory.add_to([BucketPart("weight", 0, 3, (3,))], [np.zeros(3)])
 
 
 def test_nothing_kept_is_told_in_no_words() -> None:
-    assert told(KeptMemory().state()) == ""
+    assert describe_state(FilterState().state()) == ""
 
 
 def test_low_ranks_by_layers_send_small_parameters_whole() -> None:

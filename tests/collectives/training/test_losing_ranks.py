@@ -11,9 +11,9 @@ import pytest
 
 import topoplan
 from collectives import Communicator, GradientSynchronizer, report
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.staleness.modes import Gossip
+from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.low_rank import LowRank
+from collectives.training.modes import Gossip
 from tests.collectives.sparse.test_sparse_servers import servers_of
 from tests.faults.recovery import plan_for
 from tests.support.tcp_jobs import backends_in_threads

@@ -9,7 +9,7 @@ import pytest
 
 import topoplan
 from collectives import GradientSynchronizer
-from collectives.training.significance import CountMin, Significance
+from collectives.training.gradient_filters import CountMin, Significance
 from topoplan.errors import UsageError
 
 PLAN = topoplan.plan("v100x4")

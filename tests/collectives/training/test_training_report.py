@@ -13,11 +13,10 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.staleness.modes import Straggler
 from collectives.training.averaging import InStepAverager
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.recorder import Recorder, StepRecord
-from collectives.training.report import report, watch
+from collectives.training.modes import Straggler
+from collectives.training.report import Recorder, StepRecord, register_recorder, report
 from topoplan.errors import UsageError
 
 PLAN = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 5, 7])
@@ -83,8 +82,8 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, float], 
 
 
 def test_the_report_without_a_name_is_of_what_moved_most_and_forgets_the_dead() -> None:
-    quiet = watch(Recorder("quiet", ranks=2))
-    busy = watch(Recorder("busy", ranks=2))
+    quiet = register_recorder(Recorder("quiet", ranks=2))
+    busy = register_recorder(Recorder("busy", ranks=2))
     quiet.add("a", 10, 0.0, density=1.0, how="trees", bound=1.0)
     busy.add("a", 10**9, 0.0, density=1.0, how="trees", bound=1.0)
     assert report().name == "busy"

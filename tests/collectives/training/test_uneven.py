@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import GradientSynchronizer
-from collectives.backends.tcp.backend import TcpBackend
-from collectives.training.uneven import Presence
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.training.buckets import DataPresence
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
@@ -130,7 +130,7 @@ def test_ranks_are_asked_once_a_step() -> None:
         asked.append(here)
         return here + 1
 
-    presence = Presence(4, total, here=1)
+    presence = DataPresence(4, total, here=1)
     assert [presence.ask(step) for step in (0, 0, 1, 1, 1)] == [2] * 5
     presence.here = 0
     assert (presence.ask(2), presence.factor, asked) == (1, 4.0, [1, 1, 0])

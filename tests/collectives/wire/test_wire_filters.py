@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.wire import KeyCache, WireFormat
-from collectives.wire.fixed_point import from_fixed_point, to_fixed_point
-from collectives.wire.message import HEADER, frame, unframe
-from collectives.wire.value_formats import narrow, widen
-from collectives.wire.value_section import VALUE_DTYPES, VALUE_FORMATS
+from collectives.sparse.codec import MESSAGE_HEADER, VALUE_DTYPES, VALUE_FORMATS, WireFormat, frame, unframe
+from collectives.sparse.key_caching import KeyCache
+from collectives.sparse.quantization import from_fixed_point, narrow, to_fixed_point, widen
 from topoplan.errors import UsageError
 
 FORMATS = [
@@ -118,7 +116,7 @@ def test_an_entry_takes_its_value_bits_and_1_5_bits_beyond_the_density(
     universe = 40_000 * one_in
     indices, values = gaussian(6, 40_000, universe)
     message = WireFormat(values=form).encode(indices, values, universe)
-    spare = 8 * (HEADER.size + 8 + 4)
+    spare = 8 * (MESSAGE_HEADER.size + 8 + 4)
     assert 8 * len(message) - spare <= 40_000 * (value_bits + log2(one_in) + 1.5)
     expected = WireFormat(values=form).encoded_bytes_expected(40_000, universe, np.float32)
     assert len(message) == pytest.approx(expected, rel=2e-3)
@@ -151,7 +149,7 @@ def test_every_truncation_and_every_flipped_bit_of_the_header_is_refused(wire: W
     for length in range(len(message)):
         with pytest.raises(UsageError, match="corrupt"):
             wire.decode(message[:length], keys=caches(wire)[1])
-    for bit in range(8 * HEADER.size):
+    for bit in range(8 * MESSAGE_HEADER.size):
         broken = message.copy()
         broken[bit // 8] ^= 1 << bit % 8
         with pytest.raises(UsageError, match="corrupt"):
@@ -168,7 +166,9 @@ def test_corrupt_plain_indices_are_refused_where_they_leave_their_order() -> Non
     indices, values = gaussian(10, 25, 9000)
     wire = WireFormat(indices="plain")
     message = wire.encode(indices, values, 9000)
-    message[HEADER.size + 4 : HEADER.size + 8] = message[HEADER.size : HEADER.size + 4]
+    message[MESSAGE_HEADER.size + 4 : MESSAGE_HEADER.size + 8] = message[
+        MESSAGE_HEADER.size : MESSAGE_HEADER.size + 4
+    ]
     with pytest.raises(UsageError, match="at position 1"):
         wire.decode(message)
 

@@ -13,9 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.wire.golomb_code import BLOCK, MODULI, WIDEST_UNIVERSE, bits_at_most, modulus_of
-from collectives.wire.index_packing import (
+from collectives.sparse.index_packing import (
+    GAPS_PER_BLOCK,
     HEADER,
+    MODULI,
+    WIDEST_UNIVERSE,
+    bits_at_most,
+    modulus_of,
     pack_indices,
     packed_bytes_at_most,
     packed_bytes_expected,
@@ -36,7 +40,7 @@ def random_set(seed: int, count: int, universe: int) -> NDArray[np.int32]:
 @st.composite
 def index_sets(draw: st.DrawFn) -> tuple[Indices, int]:
     """Sets from a few to a few thousand indices: random, in runs, with wide gaps, and up to the last element."""
-    universe = draw(st.one_of(st.integers(1, 3 * BLOCK), st.integers(1, WIDEST_UNIVERSE)))
+    universe = draw(st.one_of(st.integers(1, 3 * GAPS_PER_BLOCK), st.integers(1, WIDEST_UNIVERSE)))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     wide = int(np.log2(universe)) + 1
     # Gaps of very different sizes in one set: the exponent of each is drawn as well.
@@ -61,10 +65,12 @@ def test_every_set_comes_back_in_its_dtype_within_the_stated_bytes(case: tuple[I
     assert len(packed) <= packed_bytes_at_most(len(indices), universe)
 
 
-@pytest.mark.parametrize("universe", [1, 2, 63, 64, 65, BLOCK, BLOCK + 1, 5 * BLOCK])
+@pytest.mark.parametrize(
+    "universe", [1, 2, 63, 64, 65, GAPS_PER_BLOCK, GAPS_PER_BLOCK + 1, 5 * GAPS_PER_BLOCK]
+)
 def test_a_full_set_takes_one_bit_per_index_and_a_byte_per_block(universe: int) -> None:
     packed = pack_indices(np.arange(universe, dtype=np.int32), universe)
-    bits = universe + 8 * -(-universe // BLOCK)
+    bits = universe + 8 * -(-universe // GAPS_PER_BLOCK)
     assert len(packed) == HEADER.size + 8 * -(-bits // 64) == packed_bytes_at_most(universe, universe)
     assert np.array_equal(unpack_indices(packed), np.arange(universe))
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.wire import KeyCache, WireFormat
-from collectives.wire.message import frame, framed_bytes, unframe
+from collectives.sparse.codec import WireFormat, frame, framed_bytes, unframe
+from collectives.sparse.key_caching import KeyCache
 from topoplan.errors import UsageError
 
 UNIVERSE = 5000

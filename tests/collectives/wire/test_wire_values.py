@@ -8,14 +8,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.wire.fixed_point import (
+from collectives.sparse.quantization import (
+    FIRST_INFINITE,
+    FloatFormat,
     from_fixed_point,
+    narrow,
+    overflows,
     random_key,
     round_at_random,
     to_fixed_point,
     uniform_at,
+    widen,
 )
-from collectives.wire.value_formats import FIRST_INFINITE, FloatFormat, narrow, overflows, widen
 from topoplan.errors import UsageError
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)

@@ -21,11 +21,12 @@ from tests.support.small_fabrics import (
     partitions,
     switched_machines,
 )
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.bounds.maximum_flow import FlowNetwork
-from topoplan.plans import Cut, Fabric, Lengths, Partition, Trivial
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Cut, Lengths, Partition, Trivial
 from topoplan.plans.certificates.forest_length import forest_length
-from topoplan.topology import Topology
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.maximum_flow import FlowNetwork
 
 MACHINES = direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN) | switched_machines()
 

@@ -24,17 +24,17 @@ from tests.support.small_fabrics import (
     rank_distances,
     switched_machines,
 )
-from topoplan.bounds.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
-from topoplan.bounds.maximum_flow import FlowNetwork, Quotient, look_alikes
-from topoplan.clusters import nvswitch_cluster
-from topoplan.plans import Fabric
+from topoplan.machine.cluster import nvswitch_cluster
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import (
     arborescence_length,
     cheapest_forest,
     forest_length,
-    zero_parts,
+    zero_length_components,
 )
-from topoplan.topology import Topology
+from topoplan.solve.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
+from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
 
 FEW = st.sampled_from([1.0, 2.0])
 """Few different bandwidths, so that devices look alike."""
@@ -149,8 +149,8 @@ def feasible(fabric: Fabric, capacity: list[int], scale: int, rate: Fraction, *,
 def test_ranks_that_look_alike_are_asked_once() -> None:
     """1024 GPUs of equal servers are one class, and from a root three: itself, its server, the others."""
     fabric = Fabric(nvswitch_cluster(128, rails=1), ("nvlink", "network"))
-    assert look_alikes(fabric) == [0]
-    assert look_alikes(fabric, [0]) == [1, 8]
+    assert equivalent_ranks(fabric) == [0]
+    assert equivalent_ranks(fabric, [0]) == [1, 8]
     proof = best_bound(fabric, "allgather").bound(fabric, "allgather", None)
     assert proof == Fraction(25600, 127)
 
@@ -181,7 +181,7 @@ def test_parts_are_devices_that_reach_each_other_for_nothing(topology: Topology,
     for _ in range(size):
         free = free @ free
     both = free & free.T
-    assert zero_parts(fabric, length) == [int(np.flatnonzero(both[v])[0]) for v in range(size)]
+    assert zero_length_components(fabric, length) == [int(np.flatnonzero(both[v])[0]) for v in range(size)]
 
 
 LONG = [3, 1 << 20, 1 << 40, 1 << 57, (1 << 61) // 7 - 1, 1 << 61, 1 << 90]

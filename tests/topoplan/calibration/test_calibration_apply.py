@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.calibration import Measurement, PairSamples, calibrated, copy_route
-from topoplan.calibration.matching import match_gpus
-from topoplan.calibration.report import MARK
-from topoplan.calibration.routes import Routes
-from topoplan.clusters import Server, cluster
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.load import library
-from topoplan.formats.matrix import relation_matrix
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.simulation.latency import device_kinds, link_latency
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology_json import dump_topology_json
+from topoplan.model.copy_routes import CopyRoutes, copy_route
+from topoplan.model.dataflow import device_kinds, link_latency
+from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
+from topoplan.operate.calibration.fit import Measurement, PairSamples
+from topoplan.operate.device_matching import match_gpus
+from topoplan.reading.load import library
+from topoplan.reading.pcie_tree import relation_matrix
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
 ALPHA = 1e-5
@@ -55,7 +56,7 @@ def copied(
 def on_wires(wires: Topology) -> Rate:
     """GB/s of copies on a machine whose links are exactly as fast as stated."""
 
-    routes = Routes(wires)
+    routes = CopyRoutes(wires)
 
     def rate(src: str, dst: str) -> float:
         route = routes.between(src, dst)
@@ -274,7 +275,7 @@ class TestInvariants:
         """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""
         machine = topoplan.load(name)
         names, cells = relation_matrix(machine, ("gpu",))
-        routes = Routes(machine)
+        routes = CopyRoutes(machine)
         for src, row in zip(names, cells, strict=True):
             for dst, code in zip(names, row, strict=True):
                 if src != dst:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topoplan.calibration import PairSamples, fit_line, fit_pair
-from topoplan.calibration.fit import outlying
 from topoplan.errors import UsageError
+from topoplan.operate.calibration.fit import PairSamples, fit_line, fit_pair, outlying
 from topoplan.units import parse_sizes
 
 SIZES = parse_sizes("64KB:256MB")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.bench.pairs import Counts, fat_tree, fills, trial
-from topoplan.calibration.links import Key
-from topoplan.calibration.pair_results import match_results, parse_results
-from topoplan.calibration.pair_rounds import Rounds, plan_rounds
-from topoplan.calibration.pair_tests import PairTests, possible_tests, wire_names
-from topoplan.calibration.slow_links import Measured, attribute
 from topoplan.errors import UsageError
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.calibration.calibrated_topology import LinkKey
+from topoplan.operate.calibration.pair_results import match_results, parse_results
+from topoplan.operate.calibration.pair_rounds import Rounds, plan_rounds
+from topoplan.operate.calibration.pair_tests import PairTests, possible_tests, wire_names
+from topoplan.operate.calibration.slow_links import MeasuredPair, attribute_slow_pairs
 
 
 def one_switch(servers: int) -> Topology:
@@ -59,11 +59,11 @@ def test_rounds_leave_each_other_alone_and_cross_every_link(name: str, *, one_wa
             crossing = [test for test in tests if key in test.links]
             assert sum(test.load(key) for test in crossing) <= bandwidth[key] * (1 + 1e-9)
             assert len(crossing) == 1 or not {key[0], key[1]} <= switches
-    crossed: dict[Key, int] = {}
+    crossed: dict[LinkKey, int] = {}
     for test in made.tests:
         for key in test.links:
             crossed[key] = crossed.get(key, 0) + 1
-    there: dict[Key, int] = {}
+    there: dict[LinkKey, int] = {}
     for test in possible.tests:
         for key in test.links:
             there[key] = there.get(key, 0) + 1
@@ -131,9 +131,9 @@ def test_the_bound_is_the_optimum_of_all_plans_of_a_small_tree() -> None:
     assert (len(made.rounds), made.fewest) == (2, 2)
 
 
-def rates(possible: PairTests, slow: dict[Key, float]) -> list[Measured]:
+def rates(possible: PairTests, slow: dict[LinkKey, float]) -> list[MeasuredPair]:
     return [
-        Measured(test, 0.9 * min([test.rate, *(slow[key] for key in test.links if key in slow)]))
+        MeasuredPair(test, 0.9 * min([test.rate, *(slow[key] for key in test.links if key in slow)]))
         for test in possible.tests
     ]
 
@@ -145,7 +145,7 @@ def test_each_single_slow_link_is_in_the_class_that_is_named(name: str) -> None:
     keys = sorted({key for test in possible.tests for key in test.links})
     for key in keys[:: max(1, len(keys) // 6)]:
         load = max(test.rate for test in possible.tests if key in test.links)
-        found = attribute(rates(possible, {key: load / 2}))
+        found = attribute_slow_pairs(rates(possible, {key: load / 2}))
         assert [key in one.links for one in found.named] == [True], key
         assert not found.alternatives
         assert not found.unexplained
@@ -154,8 +154,8 @@ def test_each_single_slow_link_is_in_the_class_that_is_named(name: str) -> None:
 def test_a_slow_pair_whose_links_others_clear_is_blamed_on_no_link() -> None:
     """Its links are crossed by other pairs at full speed."""
     possible = possible_tests(one_switch(4))
-    found = attribute(
-        [Measured(test, 5.0 if test.name == "s0.gpu0-s1.gpu0" else 11.0) for test in possible.tests]
+    found = attribute_slow_pairs(
+        [MeasuredPair(test, 5.0 if test.name == "s0.gpu0-s1.gpu0" else 11.0) for test in possible.tests]
     )
     assert not found.named
     assert [one.test.name for one in found.unexplained] == ["s0.gpu0-s1.gpu0"]
@@ -166,11 +166,11 @@ def test_explanations_of_one_size_are_all_told() -> None:
     possible = possible_tests(one_switch(6))
     slow, well = {f"s{n}.gpu0" for n in range(3)}, {f"s{n}.gpu0" for n in range(3, 6)}
     measured = [
-        Measured(test, 5.0 if test.src in slow else 11.0)
+        MeasuredPair(test, 5.0 if test.src in slow else 11.0)
         for test in possible.tests
         if {test.src, test.dst} <= slow or {test.src, test.dst} <= well
     ]
-    found = attribute(measured, possible=possible.tests)
+    found = attribute_slow_pairs(measured, possible=possible.tests)
     assert not found.named
     told = {frozenset(wire_names(one.links)[0] for one in each) for each in found.alternatives[0]}
     ways = [f"s{n}.gpu0-s{n}.nic0" for n in range(3)]
@@ -181,15 +181,17 @@ def test_the_two_ends_of_a_single_slow_pair_are_one_class() -> None:
     """They occur in one test only: which of them it is, nothing tells."""
     possible = possible_tests(one_switch(4))
     rate = {"s0.gpu0-s1.gpu0": 5.0, "s2.gpu0-s3.gpu0": 11.0}
-    found = attribute([Measured(test, rate[test.name]) for test in possible.tests if test.name in rate])
+    found = attribute_slow_pairs(
+        [MeasuredPair(test, rate[test.name]) for test in possible.tests if test.name in rate]
+    )
     assert [len(wire_names(one.links)) for one in found.named] == [4]
 
 
 def test_a_dead_link_counts_as_no_rate_at_all() -> None:
     """What every test of a server fails at is its own way to the switch."""
     possible = possible_tests(one_switch(4))
-    found = attribute(
-        [Measured(test, 0.0 if "s3" in test.name else 11.0) for test in possible.tests],
+    found = attribute_slow_pairs(
+        [MeasuredPair(test, 0.0 if "s3" in test.name else 11.0) for test in possible.tests],
         possible=possible.tests,
     )
     assert [(one.rate, wire_names(one.links)) for one in found.named] == [
@@ -200,7 +202,7 @@ def test_a_dead_link_counts_as_no_rate_at_all() -> None:
 def test_links_that_no_result_crosses_are_told() -> None:
     """Of four servers two were measured."""
     possible = possible_tests(one_switch(4))
-    found = attribute([Measured(possible.tests[0], 11.0)], possible=possible.tests)
+    found = attribute_slow_pairs([MeasuredPair(possible.tests[0], 11.0)], possible=possible.tests)
     told = {name for links in found.unmeasured for name in wire_names(links)}
     assert told == {wire for n in (2, 3) for wire in (f"s{n}.gpu0-s{n}.nic0", f"s{n}.nic0-switch0")}
 
@@ -227,11 +229,11 @@ def test_rounds_that_fill_wide_links_find_an_uplink_that_no_pair_sees() -> None:
         ends = [end for test in tests for end in (test.src, test.dst)]
         assert len(ends) == len(set(ends)) == 16
     results, _ = fills(rounds, bandwidth, numpy.random.default_rng(5))
-    found = attribute(results)
+    found = attribute_slow_pairs(results)
     assert [wire_names(one.links) for one in found.named] == [("leaf1-spine0 filled",)]
     assert found.named[0].rate == pytest.approx(0.93 * 25 / 4, rel=0.05)
     results, _ = fills(replace(rounds, fill=()), bandwidth, numpy.random.default_rng(5))
-    assert not attribute(results).slow
+    assert not attribute_slow_pairs(results).slow
 
 
 def test_results_of_rounds_that_fill_links_say_so() -> None:

@@ -17,17 +17,15 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.checkout import ROOT
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.choice import Choice, candidates, choose_by_size
-from topoplan.choice.by_size import fastest_from, grid_of_sizes
-from topoplan.choice.candidates import doubled
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans import verify_all
-from topoplan.simulation.engine_costs import HOPPER
-from topoplan.simulation.events import run_events
-from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.simulation.model import clock
-from topoplan.simulation.windows import WindowsClock
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.model.candidates import candidates, doubled
+from topoplan.model.closed_form import clock
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.event_simulation import run_events
+from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size, fastest_from, grid_of_sizes
+from topoplan.model.window_engine import HOPPER, WindowsClock
+from topoplan.plans.verify import verify_all
 from topoplan.units import TOLERANCE
 
 ALPHA = START_UP["nvlink"]
@@ -40,12 +38,12 @@ CASES = [
 
 
 @cache
-def chosen(name: str, collective: str) -> Choice:
+def chosen(name: str, collective: str) -> ScheduleChoice:
     """The choice on a machine of the library, from 1 KB to 1 GB."""
     return choose_by_size(topoplan.load(name), collective)
 
 
-def seconds(choice: Choice, number: int, nbytes: int) -> float:
+def seconds(choice: ScheduleChoice, number: int, nbytes: int) -> float:
     return topoplan.simulate(choice.candidates[number], nbytes=nbytes).seconds
 
 
@@ -287,7 +285,7 @@ def test_progress_names_what_is_tried() -> None:
 
 
 @cache
-def on_windows(name: str, collective: str) -> Choice:
+def on_windows(name: str, collective: str) -> ScheduleChoice:
     """As `chosen`, for the windows engine."""
     return choose_by_size(topoplan.load(name), collective, engine="windows")
 

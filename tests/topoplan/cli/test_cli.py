@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from collectives.benchmark import count_wrong
+from collectives.lab.benchmark import count_wrong
 from tests.support.checkout import ROOT
 from tests.support.listings import EACH_MATRIX
-from topoplan.cli.entry_points import COMMANDS as GROUP
+from topoplan.cli.main import COMMAND_GROUP as GROUP
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
-from topoplan.formats.load import library
-from topoplan.offers import offered
 from topoplan.plans.plan import COLLECTIVES
+from topoplan.plugins import plugin_loaders
+from topoplan.reading.load import library
 
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
 """The text of nvidia-smi topo -m for two GPUs, which leaves the speed of the links open."""
@@ -383,7 +383,7 @@ class TestContract:
 
     def test_every_command_explains_itself(self, run: Run) -> None:
         """--help of every command names its options on stdout and exits 0."""
-        names = (*COMMANDS, *offered(GROUP))
+        names = (*COMMANDS, *plugin_loaders(GROUP))
         assert {"bench", "testbed", "calibrate"} <= set(names)
         assert all(name in run("--help").out for name in names)
         for name in names:
@@ -422,7 +422,7 @@ class TestContract:
     ) -> None:
         """As on a machine without a network, where nothing but the checkout was brought."""
         monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: ())
-        assert {"bench", "testbed", "calibrate"} == set(offered(GROUP))
+        assert {"bench", "testbed", "calibrate"} == set(plugin_loaders(GROUP))
         assert "--backend" in run("bench", "--help").out
 
 
@@ -923,7 +923,7 @@ class TestProcess:
     def test_plan_loads_little(self) -> None:
         """``plan`` loads neither scipy, networkx, matplotlib nor the rooms behind it: start-up is most of its time."""
         code = (
-            "import sys; from topoplan.cli import main; main(['plan', 'dgx-1v', '--gpus', '1,4,5,7', '--json']); "
+            "import sys; from topoplan.cli.main import main; main(['plan', 'dgx-1v', '--gpus', '1,4,5,7', '--json']); "
             "print(sorted({name.split('.')[0] for name in sys.modules} & {'scipy', 'networkx', 'matplotlib', "
             "'collectives'}), sorted({name.split('.')[1] for name in sys.modules if name.startswith('topoplan.')}))"
         )

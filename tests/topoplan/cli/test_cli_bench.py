@@ -184,7 +184,7 @@ def test_requests_that_do_not_fit_are_one_line(words: str, fragments: list[str],
 def test_a_world_of_another_size_is_refused_on_every_rank(plan_path: Path) -> None:
     """Four processes of a launcher, and a plan for three: each says so, and none waits."""
     script = (
-        "import sys; from collectives.launching.local_processes import launch_local; "
+        "import sys; from collectives.communicator.launch import launch_local; "
         f"sys.exit(launch_local([sys.executable, '-m', 'topoplan', 'bench', {str(plan_path)!r}, "
         "'--backend', 'tcp', '--sizes', '1KB'], 4))"
     )

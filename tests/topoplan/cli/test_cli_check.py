@@ -11,7 +11,7 @@ import topoplan
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.fake_machine.fixtures import Installer
 from topoplan.cli.main import main
-from topoplan.health.diagnosis import diagnose
+from topoplan.operate.diagnosis import diagnose
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

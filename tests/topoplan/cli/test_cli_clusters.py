@@ -10,8 +10,9 @@ import pytest
 
 import topoplan
 from topoplan.cli.main import main
-from topoplan.clusters import Server, cluster, nvswitch_cluster
-from topoplan.formats.topology_json import dump_topology_json
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology_json import dump_topology_json
 
 Call = Callable[..., str]
 

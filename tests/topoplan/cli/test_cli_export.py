@@ -10,7 +10,7 @@ import pytest
 import topoplan
 from tests.support.checkout import Run
 from tests.support.nccl_rules import nccl_channels, nccl_links, read_as_nccl
-from topoplan.export.known_formats import FORMATS
+from topoplan.engines.registry import FORMATS
 
 
 @pytest.fixture

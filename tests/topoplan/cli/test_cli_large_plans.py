@@ -9,9 +9,9 @@ import pytest
 
 import topoplan
 from topoplan.cli.main import main
-from topoplan.cli.tree_table import MOST_ROWS, tree_table
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.cli.tree_table import MAX_ROWS, tree_table
+from topoplan.machine.topology_json import dump_topology_json
+from topoplan.plans.shards import ImageShards
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
     assert not isinstance(ring.shards, ImageShards)
     lines = tree_table(ring).splitlines()
     assert len(ring.shards) == 75
-    assert len(lines) == 1 + MOST_ROWS + 1
+    assert len(lines) == 1 + MAX_ROWS + 1
     assert lines[-1] == "… and 11 shards more: -o and --json write all"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from topoplan.cli.main import main
 from topoplan.errors import UsageError
-from topoplan.ordering.launch_files import Seat, hostfile, usage
+from topoplan.operate.launch_files import RankPlacement, hostfile, usage
 
 CONF = "SwitchName=leaf1 Nodes=n[1,3]\nSwitchName=leaf2 Nodes=n[2,4]\nSwitchName=top Switches=leaf[1-2]\n"
 WIRES = ("--server", "v100x4", "--nic-gbps", "100", "--oversubscription", "4")
@@ -182,7 +182,7 @@ def test_what_does_not_go_is_one_line(
 
 
 def test_a_hostfile_cannot_say_that_ranks_of_a_host_are_apart() -> None:
-    apart = [Seat("a", 0), Seat("b", 0), Seat("a", 1)]
+    apart = [RankPlacement("a", 0), RankPlacement("b", 0), RankPlacement("a", 1)]
     with pytest.raises(UsageError, match="the ranks of a host do not follow one another"):
         hostfile(apart)
     assert usage("slurm", apart, "f") == ("SLURM_HOSTFILE=f srun --nodelist=a,b --distribution=arbitrary",)

@@ -16,10 +16,10 @@ import pytest
 
 from tests.support.checkout import ROOT
 from topoplan.cli.main import COMMANDS, main
-from topoplan.cli.output import wrapped
+from topoplan.cli.output import wrap_line
 from topoplan.errors import UsageError
-from topoplan.formats.load import library
-from topoplan.plans.tree import Edge, Stage, bracketed
+from topoplan.plans.shards import Edge, Stage, bracket_notation
+from topoplan.reading.load import library
 from topoplan.units import name_ranges, parse_bandwidth, parse_gpu_list
 
 
@@ -68,9 +68,9 @@ def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(
 
 
 def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half() -> None:
-    assert wrapped("a  bb cc dd", 7) == "a  bb\n   cc\n   dd"
-    assert wrapped("word " * 3, 11) == "word word\n    word"
-    assert wrapped("written: " + "x" * 30, 20) == "written: " + "x" * 30
+    assert wrap_line("a  bb cc dd", 7) == "a  bb\n   cc\n   dd"
+    assert wrap_line("word " * 3, 11) == "word word\n    word"
+    assert wrap_line("written: " + "x" * 30, 20) == "written: " + "x" * 30
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_tree_in_brackets_is_the_tree() -> None:
     names = [f"gpu{rank}" for rank in range(6)]
     for operation, arrow in (("broadcast", ">"), ("reduce", "<")):
         stage = Stage(operation, 0, tuple(Edge(a, b, (names[a], names[b]), "nvlink") for a, b in edges))
-        assert bracketed(names, stage) == f"gpu0{arrow}(gpu1{arrow}gpu3,4 gpu2{arrow}gpu5)"
+        assert bracket_notation(names, stage) == f"gpu0{arrow}(gpu1{arrow}gpu3,4 gpu2{arrow}gpu5)"
 
 
 @pytest.mark.thorough

@@ -12,9 +12,9 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.choice import candidates
-from topoplan.cli.plan_sizes import describe
-from topoplan.simulation.engine_costs import HOPPER
+from topoplan.cli.plan_sizes import describe_schedule
+from topoplan.model.candidates import candidates
+from topoplan.model.window_engine import HOPPER
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_plot_has_a_curve_for_each_schedule(run: Run, tmp_path: Path) -> Non
     path = tmp_path / "f.svg"
     assert run("plan", "v100x4", "--sizes", "1KB:1MB", "--plot", str(path))[0] == 0
     made, _ = candidates(topoplan.load("v100x4"))
-    assert all(f">{describe(plan)}<" in path.read_text() for plan in made)
+    assert all(f">{describe_schedule(plan)}<" in path.read_text() for plan in made)
 
 
 def test_verify_checks_every_range(run: Run, file: str) -> None:

@@ -7,7 +7,7 @@ import pty
 import subprocess
 import sys
 
-from topoplan.cli.progress import progress_bar, progress_line
+from topoplan.cli.output import progress_bar, progress_line
 
 WIPED = "\r\x1b[K"
 
@@ -17,7 +17,7 @@ def on_a_terminal(body: str) -> str:
     main, terminal = pty.openpty()
     lines = [
         "import time",
-        "from topoplan.cli.progress import progress_line",
+        "from topoplan.cli.output import progress_line",
         "with progress_line('planning') as tell:",
     ]
     code = "\n".join([*lines, *(f"    {line}" for line in body.splitlines())])

@@ -13,12 +13,11 @@ import pytest
 
 import topoplan
 from tests.support.listings import MATRICES, each
-from topoplan.cli.device_tree import told_by_tree, tree_text
 from topoplan.cli.main import main
-from topoplan.cli.show import WIDEST, matrix_text
-from topoplan.formats.load import library
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.cli.show import MAX_MATRIX_COLUMNS, device_tree_text, links_in_tree, matrix_text
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology_json import dump_topology_json
+from topoplan.reading.load import library
 
 EACH_MACHINE = pytest.mark.parametrize("machine", [*library(), *each(MATRICES)])
 
@@ -81,10 +80,10 @@ def test_no_line_of_matrix_or_tree_is_wider_than_a_screen(machine: str | Path) -
     """
     made = topoplan.load(machine)
     matrix = matrix_text(made, ("gpu", "nic"))
-    assert max(map(len, matrix.splitlines())) <= WIDEST
+    assert max(map(len, matrix.splitlines())) <= MAX_MATRIX_COLUMNS
     if sum(device.kind in ("gpu", "nic") for device in made.devices) <= 20:
         assert matrix.split("\n\nLegend")[0].count("\n\n") == 0
-    assert max(map(len, tree_text(made).splitlines())) <= 120
+    assert max(map(len, device_tree_text(made).splitlines())) <= 120
 
 
 def test_a_matrix_of_many_gpus_is_printed_in_blocks() -> None:
@@ -93,7 +92,7 @@ def test_a_matrix_of_many_gpus_is_printed_in_blocks() -> None:
     links = [Link(*ends, "nvlink", 1.0) for name in names for ends in ((name, "s"), ("s", name))]
     devices = [Device(name, "gpu") for name in names]
     text = matrix_text(Topology("made", (*devices, Device("s", "nvswitch")), tuple(links)), ["gpu"])
-    assert max(map(len, text.splitlines())) <= WIDEST
+    assert max(map(len, text.splitlines())) <= MAX_MATRIX_COLUMNS
     rows = printed_rows(text)
     assert {name: len(row) for name, row in rows.items()} == dict.fromkeys(names, 40)
     assert all(rows[names[i]][i] == "X" for i in range(40))
@@ -104,8 +103,8 @@ def test_tree_and_table_show_every_link_once(show: Callable[..., str], machine: 
     """PCIe links are edges of the tree with their bandwidth; all others are rows of the table or told of a GPU."""
     made = topoplan.load(machine)
     text = show(str(machine))
-    told = told_by_tree(made)
-    edges = tree_edges(tree_text(made))
+    told = links_in_tree(made)
+    edges = tree_edges(device_tree_text(made))
     words = [line.split() for line in text.splitlines()]
     table = {(row[0], row[2], row[3]) for row in words if len(row) == 6 and row[1] == "<->"}
     for link in made.links:
@@ -122,7 +121,7 @@ def test_tree_and_table_show_every_link_once(show: Callable[..., str], machine: 
 def test_every_device_stands_in_the_tree_once(machine: str | Path) -> None:
     """A row for each device, host bridges apart."""
     made = topoplan.load(machine)
-    names = [re.sub(r"^[|` -]*", "", line).split()[0] for line in tree_text(made).splitlines()[1:]]
+    names = [re.sub(r"^[|` -]*", "", line).split()[0] for line in device_tree_text(made).splitlines()[1:]]
     assert sorted(name for name in names if name != "host") == sorted(device.name for device in made.devices)
 
 
@@ -149,7 +148,7 @@ def test_tree_of_a_known_server() -> None:
     links = [Link(*ends, channel, rate, n) for a, b, channel, rate, n in both for ends in ((a, b), (b, a))]
     links += [Link("gpu1", "pcie0", "pcie", 6.0), Link("pcie0", "gpu1", "pcie", 12.0)]
     made = Topology("made", devices, tuple(links))
-    rows = [[cell for cell in re.split(r"  +", line) if cell] for line in tree_text(made).splitlines()]
+    rows = [[cell for cell in re.split(r"  +", line) if cell] for line in device_tree_text(made).splitlines()]
     assert rows == [
         ["device", "bus id", "PCIe GB/s", "NVLink", "what"],
         ["cpu0", "3 links to gpu0, 75 GB/s", "Xeon, NUMA 0, CPUs 0-19"],
@@ -169,7 +168,7 @@ def test_tree_of_a_known_server() -> None:
         ["gpu2", "NUMA 3"],
     ]
     # What is slower one way, and what joins a GPU to another or to a CPU, is told by the table.
-    told = told_by_tree(made)
+    told = links_in_tree(made)
     assert {frozenset(key[:2]) for key in told} == {
         frozenset(ends) for ends in (("gpu0", "pcie0"), ("nic0", "cpu0"), ("pcie0", "cpu0"))
     }
@@ -185,7 +184,7 @@ def test_a_long_chain_of_switches_is_shown() -> None:
         tuple(Device(name, kind) for name, kind in zip(names, kinds, strict=True)),
         tuple(Link(*ends, "pcie", 12.0) for ends in wires),
     )
-    assert len(tree_text(made).splitlines()) == 3003
+    assert len(device_tree_text(made).splitlines()) == 3003
 
 
 def test_warnings_come_before_notes_everywhere(
@@ -247,4 +246,4 @@ def test_json_is_the_machine_and_nothing_else(show: Callable[..., str]) -> None:
 def test_the_speed_of_a_nic_is_said_once(model: str) -> None:
     """Some sources put it into the model, the probe too."""
     nic = Device("nic0", "nic", "s0", model, facts=facts(adapter="mlx5_0", gigabits=200))
-    assert tree_text(Topology("one", (nic,), ())).count("200 Gb/s") == 1
+    assert device_tree_text(Topology("one", (nic,), ())).count("200 Gb/s") == 1

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.clusters import Server, cluster
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.topology import Topology
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Topology
+from topoplan.machine.topology_json import dump_topology_json
 
 V100S = topoplan.load("dgx-1v")
 

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.clusters import NETWORKS, Server, alike, cluster, excerpt, nvswitch_cluster
-from topoplan.clusters.memory import estimated_bytes
-from topoplan.clusters.nic_wiring import wire_server
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import usable_fabric
-from topoplan.formats.load import library
-from topoplan.hosts.build import both_ways
-from topoplan.plans.phases import phases
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import NETWORKS, Server
+from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.host_topology import both_ways
+from topoplan.machine.nic_wiring import wire_server
+from topoplan.machine.topology import Device, Link, Topology, estimated_bytes, facts
+from topoplan.machine.variants import equivalent_servers, representative_servers
+from topoplan.plans.structure import phases
+from topoplan.reading.load import library
 
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
@@ -394,12 +395,12 @@ class TestAlike:
     def test_one_that_is_broken_stands_apart(self) -> None:
         """Of four servers the third lacks a link."""
         made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
-        assert alike(made) == (("s0", "s1", "s3"), ("s2",))
-        assert excerpt(made).servers == ("s0", "s2")
+        assert equivalent_servers(made) == (("s0", "s1", "s3"), ("s2",))
+        assert representative_servers(made).servers == ("s0", "s2")
 
     def test_a_machine_is_its_own_excerpt(self) -> None:
         """Nothing is left out where there is one server."""
-        assert excerpt(V100S) == V100S
+        assert representative_servers(V100S) == V100S
 
     @pytest.mark.parametrize("network", NETWORKS)
     def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
@@ -407,7 +408,7 @@ class TestAlike:
         settings = {"leaf_size": 2} if network == "fat-tree" else {}
         settings |= {} if network == "switch" else {"oversubscription": 2}
         made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
-        part = excerpt(made)
+        part = representative_servers(made)
         assert part.servers == ("s0",)
         assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
 

@@ -8,8 +8,8 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.clusters import domain
 from topoplan.errors import UsageError
+from topoplan.machine.named_nodes import domain
 
 
 @pytest.mark.parametrize("size", [4, 8, 12, 24, 36, 72])

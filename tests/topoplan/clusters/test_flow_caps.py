@@ -10,8 +10,8 @@ import pytest
 import topoplan
 from topoplan.cli.main import main
 from topoplan.errors import UsageError
-from topoplan.plans.connections import connections, flow_caps
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.plans.structure import connections_needed, flow_caps
 
 
 def pair(flow: float | None, *, gpus: int = 1, nics: int = 1) -> Topology:
@@ -30,7 +30,7 @@ def pair(flow: float | None, *, gpus: int = 1, nics: int = 1) -> Topology:
 def test_two_servers_need_the_nic_over_the_cap(flow: float, needed: int, single: float) -> None:
     """An allreduce of two does 5 GB/s over NICs of 40 Gb/s, all of it between the two."""
     plan = topoplan.plan(pair(flow))
-    found = connections(plan)
+    found = connections_needed(plan)
     assert plan.rate == 5.0
     assert found is not None
     assert (found.needed, found.single, found.carried) == (needed, single, 5.0)
@@ -42,7 +42,7 @@ def test_the_rate_with_one_connection_is_what_the_fullest_pair_allows() -> None:
         [topoplan.Server("dgx-1v", [0, 1], count=4)], nic_gbps=40, nics=2, flow_gbps=5, nic_access="direct"
     )
     plan = topoplan.plan(machine, "allgather")
-    found = connections(plan)
+    found = connections_needed(plan)
     assert found is not None
     sent: dict[object, float] = {}
     for shard in plan.shards:
@@ -61,8 +61,8 @@ def test_rates_and_bounds_do_not_depend_on_the_cap() -> None:
     """It is a fact of the NICs alone; without one nothing is said."""
     capped, free = topoplan.plan(pair(5)), topoplan.plan(pair(None))
     assert (capped.rate, capped.bound, capped.shards) == (free.rate, free.bound, free.shards)
-    assert connections(free) is None
-    assert connections(topoplan.plan(pair(5, gpus=2), gpus=[0, 1])) is None
+    assert connections_needed(free) is None
+    assert connections_needed(topoplan.plan(pair(5, gpus=2), gpus=[0, 1])) is None
     assert topoplan.load(pair(5).to_json()) == pair(5)
 
 

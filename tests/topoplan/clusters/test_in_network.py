@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.flow_program import flow_optimum
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine, switched_machines
-from topoplan.clusters import nvswitch_cluster
 from topoplan.errors import PlanError
-from topoplan.plans import Cut, Edge, Fabric, Lengths, Plan, Shard, Stage
+from topoplan.machine.cluster import nvswitch_cluster
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Cut, Lengths
 from topoplan.plans.loads import link_loads
-from topoplan.topology import Topology
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Shard, Stage
 
 
 def able(

@@ -8,8 +8,8 @@ import pytest
 import topoplan
 from collectives import Communicator
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.model.closed_form import clock
 from topoplan.schedules.hierarchical import bml, hierarchical, hips_ring, two_level
-from topoplan.simulation.model import clock
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import topoplan
-from topoplan.calibration.pair_tests import possible_tests
-from topoplan.clusters.transit import Transit
-from topoplan.compare.recommendation import recommend
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans import Plan
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import Transit
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.operate.calibration.pair_tests import possible_tests
+from topoplan.operate.compare.recommendation import recommend
+from topoplan.plans.plan import Plan
 from topoplan.schedules.registry import SCHEDULES
-from topoplan.topology import Device, Link, Topology
 
 CHANNELS = ("pcie", "network")
 

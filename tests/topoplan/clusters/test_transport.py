@@ -7,14 +7,15 @@ import json
 import pytest
 
 import topoplan
-from topoplan.calibration import Measurement, PairSamples
-from topoplan.calibration.apply import calibrated
 from topoplan.cli.main import main
-from topoplan.clusters import TRANSPORTS, Server, cluster
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.simulation.latency import device_kinds, route_latency
-from topoplan.topology import Topology
+from topoplan.machine.cluster import TRANSPORTS, cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.model.dataflow import device_kinds, route_latency
+from topoplan.operate.calibration.calibrated_topology import calibrated
+from topoplan.operate.calibration.fit import Measurement, PairSamples
 
 BOTH = ("tcp", "rdma")
 

@@ -25,21 +25,20 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.known_answers import Allocation, allocations, blink_figure
-from topoplan.compare import (
-    Comparison,
-    allocation_classes,
-    compare,
-    compare_all,
-    format_table,
-    summary,
-    to_object,
-)
-from topoplan.compare.allocations import allocation_wiring, count_vectors, fingerprint, vectors_by_size
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric, usable_fabric
-from topoplan.fabric.labelled_graph import machine_wiring
-from topoplan.symmetry.stabiliser_chain import NodeSearch
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric_structure import machine_labelled_graph
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.operate.compare.allocations import (
+    allocation_classes,
+    allocation_wiring,
+    count_vectors,
+    fingerprint,
+    vectors_by_size,
+)
+from topoplan.operate.compare.comparison import compare, compare_all
+from topoplan.operate.compare.table import Comparison, format_table, summary, to_object
+from topoplan.solve.symmetry.automorphisms import NodeSearch
 
 LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}
 CLASSES = {
@@ -93,7 +92,7 @@ def test_nvlink_classes_are_as_many_as_blink_counts(machine: str) -> None:
 def test_equal_fingerprints_do_not_make_a_class() -> None:
     """Colour refinement cannot tell these six GPUs of a DGX-1V from those; their allreduce optima differ."""
     machine = topoplan.load("dgx-1v")
-    wiring = machine_wiring(machine, ("nvlink",))
+    wiring = machine_labelled_graph(machine, ("nvlink",))
     both = [0, 1, 3, 4, 5, 6], [1, 2, 3, 4, 6, 7]
     first, second = (allocation_wiring(wiring, gpus) for gpus in both)
     colours = [part.refined(part.node_labels) for part in (first, second)]

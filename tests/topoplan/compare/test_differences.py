@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.listings import MACHINES, MATRICES, each
 from topoplan.cli.main import main
-from topoplan.compare.differences import COLLECTIVES, differences
-from topoplan.compare.twins import twins
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.operate.compare.differences import COLLECTIVES, differences
+from topoplan.operate.device_matching import matching_devices
 
 BOX = topoplan.load("dgx-1v")
 BOX_BOUNDS = tuple(topoplan.bound(BOX, collective).rate for collective in COLLECTIVES)
@@ -48,13 +48,13 @@ def test_bus_ids_come_before_names() -> None:
     links = (Link("gpu0", "gpu1", "nvlink", 25.0), Link("gpu1", "gpu0", "nvlink", 50.0))
     one = Topology("one", devices, links)
     other = renamed(one, {"gpu0": "gpu1", "gpu1": "gpu0"}.__getitem__)
-    assert twins(one, other) == {"gpu0": "gpu1", "gpu1": "gpu0"}
+    assert matching_devices(one, other) == {"gpu0": "gpu1", "gpu1": "gpu0"}
     assert differences(one, other).rows == ()
 
 
 def test_a_file_of_nccl_is_the_machine_it_was_made_from() -> None:
     """Its names are other ones, its bus ids invented."""
-    from topoplan.export import export_machine
+    from topoplan.engines.registry import export_machine
 
     made = topoplan.load(export_machine(BOX, "nccl-topo").text)
     assert differences(BOX, made).rows == ()

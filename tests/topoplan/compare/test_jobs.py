@@ -15,11 +15,11 @@ from scipy.optimize import linprog
 import topoplan
 from tests.support.checkout import Run
 from tests.support.small_fabrics import direct_machines
-from topoplan.compare import jobs as jobs_module
-from topoplan.compare.jobs import Division, divide
-from topoplan.compare.recommendation import recommend
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.operate.compare import job_division as jobs_module
+from topoplan.operate.compare.job_division import Division, divide
+from topoplan.operate.compare.recommendation import recommend
 
 Sets = tuple[tuple[int, ...], ...]
 

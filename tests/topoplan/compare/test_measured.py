@@ -9,20 +9,20 @@ import pytest
 
 import topoplan
 from tests.support.perf_logs import PerfLog
-from topoplan.compare.logged_ranks import gpus_of
-from topoplan.compare.measured import JudgedRun, judge, nic_words
-from topoplan.compare.reachable import Reachable, reachable
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
-from topoplan.in_network import fully_used
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.operate.compare.comparison import Attainable, attainable
+from topoplan.operate.compare.measured import JudgedRun, judge, nic_words
+from topoplan.operate.device_matching import gpus_of
+from topoplan.reading.nccl.perf_json import parse_perf_runs
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
 
 @cache
-def known(machine: Topology, collective: str, gpus: tuple[int, ...], root: int | None) -> Reachable:
-    return reachable(fully_used(machine), collective, gpus=gpus, root=root)
+def known(machine: Topology, collective: str, gpus: tuple[int, ...], root: int | None) -> Attainable:
+    return attainable(with_all_capabilities(machine), collective, gpus=gpus, root=root)
 
 
 def judged(log: PerfLog | str, machine: Topology, **more: object) -> JudgedRun:
@@ -52,7 +52,7 @@ def test_what_can_be_reached_on_known_machines(
     machine: str, collective: str, nccl: dict[str, float], best: float
 ) -> None:
     """Rates that follow from the ports of the GPUs."""
-    found = reachable(fully_used(topoplan.load(machine)), collective)
+    found = attainable(with_all_capabilities(topoplan.load(machine)), collective)
     assert dict(found.nccl) == pytest.approx(nccl)
     assert found.nccl_best == pytest.approx(max(nccl.values()))
     assert found.best == pytest.approx(best)
@@ -74,7 +74,7 @@ def test_small_sizes_are_bound_by_latency_and_large_ones_by_bandwidth() -> None:
     kinds = [row.bound_by for row in judged(PerfLog(), topoplan.load("dgx-a100")).rows]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {"latency", "bandwidth"}
-    found = reachable(topoplan.load("dgx-a100"))
+    found = attainable(topoplan.load("dgx-a100"))
     edge = (found.time.seconds(0)) * found.best * 1e9
     assert (found.bound_by(int(edge * 0.99)), found.bound_by(int(edge * 1.01))) == ("latency", "bandwidth")
 

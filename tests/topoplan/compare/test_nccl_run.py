@@ -7,10 +7,10 @@ import pytest
 import topoplan
 from tests.support.nccl_debug_logs import DebugLog, healthy, over_sockets, without_peers
 from tests.topoplan.formats.test_debug_log import OLDER
-from topoplan.compare.nccl_run import NcclRun, judge_nccl
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.debug_log import parse_nccl_log
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.nccl_run import NcclRun, judge_nccl
+from topoplan.reading.nccl.debug_log import parse_nccl_log
 
 
 def judged(log: DebugLog | str, machine: Topology, **more: object) -> NcclRun:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 import topoplan
 from tests.support.checkout import Run
 from tests.support.small_fabrics import direct_machines
-from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.recommendation import GpuSet, recommend
 
 
 def alone(machine: Topology, gpus: tuple[int, ...]) -> tuple[float, float, float]:
@@ -137,7 +137,7 @@ def test_too_many_sets_are_refused_before_any_is_planned() -> None:
 
 
 def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topoplan.compare.recommendation.MOST_CLASSES", 2)
+    monkeypatch.setattr("topoplan.operate.compare.recommendation.MOST_CLASSES", 2)
     with pytest.raises(
         UsageError, match=r"28 sets of 2 GPUs have 3 different kinds of wires, and at most 2 are planned"
     ):

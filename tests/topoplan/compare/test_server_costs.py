@@ -10,9 +10,9 @@ import pytest
 
 import topoplan
 from topoplan.cli.main import main
-from topoplan.compare.servers import without_each_server
 from topoplan.errors import UsageError
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.costs import without_each_server
 
 
 def hosts(gbps: Sequence[float], **network: object) -> Topology:

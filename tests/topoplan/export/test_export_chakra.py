@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 import topoplan
-from collectives.lowering.lower import lower
+from collectives.tables.lowering import lower
+from topoplan.engines.exported import Choices
+from topoplan.engines.registry import export_plan
 from topoplan.errors import UsageError
-from topoplan.export import Choices, export_plan
+from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard
-from topoplan.simulation.events import run_events
+from topoplan.plans.shards import Shard
 
 Fields = dict[int, list[int | bytes]]
 

@@ -8,17 +8,16 @@ import pytest
 
 import topoplan
 from tests.support.hand_plans import plan_of, stage, star
+from topoplan.engines.exported import Choices
+from topoplan.engines.msccl_read_back import AlgorithmFile, check_msccl, read_algorithm_file
+from topoplan.engines.registry import export_plan
+from topoplan.engines.verdict import EngineVerdict, machine_loads
 from topoplan.errors import UsageError
-from topoplan.export import Choices, export_plan
-from topoplan.interpreters.msccl.algorithm_file import AlgorithmFile, read_algorithm_file
-from topoplan.interpreters.msccl.check import check_msccl
-from topoplan.interpreters.traffic import machine_loads
-from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard
+from topoplan.plans.shards import Shard
 
 
-def exported(plan: Plan, **choices: int) -> tuple[AlgorithmFile, Verdict]:
+def exported(plan: Plan, **choices: int) -> tuple[AlgorithmFile, EngineVerdict]:
     """The file of a plan, checked in eight interleavings: two each in and out of place, small and large."""
     file = read_algorithm_file(export_plan(plan, "msccl-xml", Choices(**choices)).text)
     return file, check_msccl(file, runs=8)

@@ -11,27 +11,27 @@ import pytest
 
 import topoplan
 from tests.support.hand_plans import plan_of, stage, star
+from topoplan.engines.exported import Choices
+from topoplan.engines.mscclpp_read import ExecutionPlanFile, read_plan_file
+from topoplan.engines.mscclpp_read_back import check_execution_plan
+from topoplan.engines.registry import export_machine, export_plan
+from topoplan.engines.verdict import EngineVerdict, machine_loads
 from topoplan.errors import UsageError
-from topoplan.export import Choices, export_machine, export_plan
-from topoplan.interpreters.mscclpp.check import check_execution_plan
-from topoplan.interpreters.mscclpp.plan_file import PlanFile, read_plan_file
-from topoplan.interpreters.traffic import machine_loads
-from topoplan.interpreters.verdict import Verdict
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard
-from topoplan.topology import Topology
+from topoplan.plans.shards import Shard
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter")
 EVERY = (*COLLECTIVES, "alltoall")
 
 
-def exported(plan: Plan, **choices: int) -> tuple[PlanFile, Verdict]:
+def exported(plan: Plan, **choices: int) -> tuple[ExecutionPlanFile, EngineVerdict]:
     """The file of a plan, checked."""
     file = read_plan_file(export_plan(plan, "mscclpp", Choices(**choices)).text)
     return file, check_execution_plan(file, runs=8)
 
 
-def blocks(file: PlanFile) -> int:
+def blocks(file: ExecutionPlanFile) -> int:
     return max(len(gpu.blocks) for gpu in file.gpus)
 
 

@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.hand_plans import chain, forest_plan, full_mesh, plan_of, stage
 from tests.support.nccl_rules import nccl_channels, read_as_nccl
+from topoplan.engines.exported import Exported
+from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.export.exported import Exported
-from topoplan.export.known_formats import export_machine, export_plan
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.plan import COLLECTIVES, Plan
-from topoplan.plans.tree import Shard
-from topoplan.schedules.nccl.channels import MOST_CHANNELS, apportioned, chain_rate, ring_bandwidth
-from topoplan.schedules.nccl.estimate import counted_machine
-from topoplan.schedules.nccl.orders import chain_choice, plan_orders
-from topoplan.schedules.nccl.paths import NcclPaths
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.shards import Shard
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, chain_rate, ring_bandwidth
+from topoplan.schedules.nccl_search import chain_choice, counted_machine, plan_orders
 
 BLINK = [1, 4, 5, 7]
 """GPUs of a DGX-1V without an NVLink ring (Blink, figure 2)."""

@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.listings import MACHINES, each
 from tests.support.nccl_rules import Rejected, nccl_links, read_as_nccl
+from topoplan.engines.exported import Exported
+from topoplan.engines.nccl.identities import cpu_identity
+from topoplan.engines.nccl.topology_file import MAX_ELEMENTS, nccl_topo_xml
+from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import UsageError
-from topoplan.export.exported import Exported
-from topoplan.export.known_formats import export_machine, export_plan
-from topoplan.export.nccl.cpu_identity import cpu_identity
-from topoplan.export.nccl.topo import MOST_ELEMENTS, nccl_topo_xml
-from topoplan.hosts.gpu_identity import gpu_identity
-from topoplan.hosts.nccl_rates import LANE_RATES, counted_bandwidth, nearest_pcie, socket_bandwidth
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.machine.hardware import (
+    LANE_RATES,
+    counted_bandwidth,
+    gpu_identity,
+    nearest_pcie,
+    socket_bandwidth,
+)
+from topoplan.machine.topology import Device, Link, Topology, facts
 
 NVIDIA = (
     *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),
@@ -376,7 +381,7 @@ def test_a_machine_beyond_nccls_limit_is_refused() -> None:
         return Topology("mesh", (*(Device(n, "gpu") for n in names), Device("cpu0", "cpu")), (*wires, *plugs))
 
     assert read_as_nccl(nccl_topo_xml(mesh(14)).text).size == 2 + 14 * 2 + 14 * 13
-    with pytest.raises(UsageError, match=f"takes 274 elements, and NCCL reads {MOST_ELEMENTS}"):
+    with pytest.raises(UsageError, match=f"takes 274 elements, and NCCL reads {MAX_ELEMENTS}"):
         nccl_topo_xml(mesh(16))
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.tuner_plugin import Line, chosen, read
+from topoplan.engines.nccl.tuner_file import measured_tuner, model_tuner, parse_label
+from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import UsageError
-from topoplan.export.known_formats import export_machine, export_plan
-from topoplan.export.nccl.tuner import measured_tuner, model_tuner, parse_label
-from topoplan.in_network import fully_used
-from topoplan.schedules.nccl.tuning import COLLECTIVES, expectations, setting_of
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.schedules.nccl_tuning import COLLECTIVES, expectations, setting_of
 
 NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
 
@@ -37,7 +37,7 @@ MACHINES = {
 def test_the_plugin_runs_what_the_model_finds_fastest(name: str) -> None:
     """At every power of two and beside it, of every collective; never one channel where more would run."""
     machine = MACHINES[name]()
-    here = setting_of(fully_used(machine))
+    here = setting_of(with_all_capabilities(machine))
     text = model_tuner(machine).text
     lines = read(text)
     assert len(lines) == sum(not line.startswith("#") for line in text.splitlines())
@@ -100,7 +100,9 @@ def test_machines_plans_and_clusters_are_exported_alike() -> None:
 
 def test_a_plan_whose_switches_forward_says_why_it_has_no_nvls() -> None:
     """A plan file states what its switches did; with in-network ones NVLS stands in the lines."""
-    plain, able = (topoplan.plan(machine) for machine in ("dgx-h100", fully_used(topoplan.load("dgx-h100"))))
+    plain, able = (
+        topoplan.plan(machine) for machine in ("dgx-h100", with_all_capabilities(topoplan.load("dgx-h100")))
+    )
     assert "NVLS stands in no line" in export_plan(plain, "nccl-tuner").notes[-1]
     made = export_plan(able, "nccl-tuner")
     assert "nvls" in {line.algorithm for line in read(made.text)}

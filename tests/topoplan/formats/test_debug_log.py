@@ -7,7 +7,13 @@ import random
 import pytest
 
 from tests.support.nccl_debug_logs import DGX1_RINGS, DebugLog, healthy, over_sockets, without_peers
-from topoplan.formats.nccl_logs.debug_log import Choice, Communicator, NcclLog, parse_nccl_log, via_kind
+from topoplan.reading.nccl.debug_log import (
+    AlgorithmChoice,
+    LoggedCommunicator,
+    NcclLog,
+    parse_nccl_log,
+    via_kind,
+)
 
 
 def read(log: DebugLog | str) -> NcclLog:
@@ -73,12 +79,12 @@ def test_settings_choices_and_what_fell_back() -> None:
         ("no nvls", "NVLS multicast support is not available on dev 0"),
     ]
     assert found.communicators[0].choices == [
-        Choice("AllReduce", 1024, "tree", "ll"),
-        Choice("AllReduce", 65536, "tree", "ll"),
-        Choice("AllReduce", 67108864, "ring", "simple"),
+        AlgorithmChoice("AllReduce", 1024, "tree", "ll"),
+        AlgorithmChoice("AllReduce", 65536, "tree", "ll"),
+        AlgorithmChoice("AllReduce", 67108864, "ring", "simple"),
     ]
     older = "n:1:2 [0] NCCL INFO AllReduce: 8 Bytes -> Algo 1 proto 0 time 15.2"
-    assert read(older).communicators[0].choices == [Choice("AllReduce", 8, "ring", "ll")]
+    assert read(older).communicators[0].choices == [AlgorithmChoice("AllReduce", 8, "ring", "ll")]
 
 
 @pytest.mark.parametrize(
@@ -237,4 +243,4 @@ def test_a_cut_log_has_what_it_has() -> None:
     text = healthy().text()
     for end in range(0, len(text), 997):
         found = parse_nccl_log(text[:end])
-        assert found is None or all(isinstance(one, Communicator) for one in found.communicators)
+        assert found is None or all(isinstance(one, LoggedCommunicator) for one in found.communicators)

@@ -13,9 +13,9 @@ import pytest
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.load import library_path, load
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.machines.library import dgx_1v
+from topoplan.machine.library import dgx_1v
+from topoplan.machine.topology_json import dump_topology_json
+from topoplan.reading.load import library_path, load
 
 PAIR = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\nGPU1\tNV2\t X \t0-7\n"
 
@@ -134,7 +134,7 @@ def test_the_library_is_found_inside_an_installed_package(tmp_path: Path) -> Non
     shutil.copytree(package, tmp_path / "topoplan", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(str(library_path()), tmp_path / "topoplan" / "topologies", dirs_exist_ok=True)
     code = (
-        "from topoplan.formats.load import library_path, load; "
+        "from topoplan.reading.load import library_path, load; "
         "print(library_path()); print(load('dgx-2').links[0].bandwidth)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

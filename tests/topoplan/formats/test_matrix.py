@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.listings import EACH_MATRIX
-from topoplan.formats.load import library
-from topoplan.formats.matrix import affinity_columns, nvlink_counts, relation_matrix
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.reading.load import library
+from topoplan.reading.pcie_tree import affinity_columns, nvlinks_of_pairs, relation_matrix
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m|\[\d?m")
 
@@ -108,7 +108,7 @@ def test_library_matrices_are_symmetric(name: str) -> None:
 def test_rows_add_up_to_the_links_of_a_gpu(name: str, links: int) -> None:
     """NV# of a row adds up to the NVLinks of the GPU, where links are direct."""
     made = topoplan.load(name)
-    counts = nvlink_counts(made)
+    counts = nvlinks_of_pairs(made)
     assert {sum(counts[gpu, other] for other in made.gpus) for gpu in made.gpus} == {links}
 
 
@@ -190,7 +190,7 @@ def test_one_way_links_count_one_way(links: list[tuple[str, str, int]]) -> None:
     wires = {(a, b): n for a, b, n in links if a != b}
     devices = tuple(Device(name, "gpu" if name in "abc" else "nvswitch") for name in "abcst")
     made = Topology("made", devices, tuple(Link(a, b, "nvlink", 1.0, n) for (a, b), n in wires.items()))
-    for (a, b), count in nvlink_counts(made).items():
+    for (a, b), count in nvlinks_of_pairs(made).items():
         assert wires.get((a, b), 0) <= count
         assert count <= sum(n for (src, _), n in wires.items() if src == a)
         assert count <= sum(n for (_, dst), n in wires.items() if dst == b)

@@ -15,10 +15,10 @@ import topoplan
 from tests.support.nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nvlink, only, pair, pci, system
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.merge import merge_nvlink
-from topoplan.formats.nccl.topology import parse_nccl_xml
-from topoplan.formats.topology_json import dump_topology_json
-from topoplan.topology import Link, Topology
+from topoplan.machine.topology import Link, Topology
+from topoplan.machine.topology_json import dump_topology_json
+from topoplan.reading.merge import merge_nvlink
+from topoplan.reading.nccl.topology_xml import parse_nccl_xml
 
 MATRIX = "\tGPU0\tGPU1\nGPU0\t X \tNV2\nGPU1\tNV2\t X \n"
 

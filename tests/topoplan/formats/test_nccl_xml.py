@@ -30,9 +30,9 @@ from tests.support.nccl_texts import (
     system,
 )
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.nccl.cpu import MOST_CPUS
-from topoplan.formats.nccl.topology import parse_nccl_xml
-from topoplan.topology import Topology, facts
+from topoplan.machine.topology import Topology, facts
+from topoplan.reading.nccl.topology_elements import MOST_CPUS
+from topoplan.reading.nccl.topology_xml import parse_nccl_xml
 
 # file: GPUs, XGMI links, GB/s of one, NICs, CPUs, AllReduce in GB/s and its channel
 REAL = {

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
-from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
-from topoplan.hosts.build import cpus_of
-from topoplan.machines import LIBRARY
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.host_topology import cpus_of
+from topoplan.machine.library import LIBRARY
+from topoplan.machine.topology import Topology
+from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
+from topoplan.reading.pcie_tree import CODES, infer_pcie_tree
 from topoplan.units import exact
 
 
@@ -597,7 +597,7 @@ def test_devices_that_nothing_places_are_assumed_on_one_cpu_with_a_note() -> Non
 def test_codes_that_contradict_each_other_are_noted_and_the_nearer_is_kept() -> None:
     """SYS between two devices that both share a switch with a third cannot be."""
     distance = {("a", "b"): 0, ("b", "c"): 0, ("a", "c"): CODES.index("SYS")}
-    tree = infer_host_tree(["a", "b", "c"], distance, affinity={})
+    tree = infer_pcie_tree(["a", "b", "c"], distance, affinity={})
     assert tree.parents == {"pcie0": "cpu0", "a": "pcie0", "b": "pcie0", "c": "pcie0"}
     assert tree.notes == ("a-c is printed SYS but other codes imply PIX; the nearer is kept",)
 

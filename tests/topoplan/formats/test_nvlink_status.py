@@ -14,7 +14,7 @@ import topoplan
 from tests.support.mutated_texts import mutated
 from tests.support.nvlink_listings import Listings, wires_of
 from topoplan.errors import TopologyError
-from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks, parse_nvlink_status
+from topoplan.reading.nvlink_status import GpuNvlinks, parse_nvlink_status
 
 UUID = "GPU-0a1b2c3d-0000-0000-0000-00000000000"
 

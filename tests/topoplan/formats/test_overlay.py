@@ -16,8 +16,8 @@ import topoplan
 from tests.support.nvlink_listings import Listings, Wire, bus_ids, wires_of
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.nvidia_smi.nvlink_damage import Sum, narrow
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.reading.nvlink_overlay import Sum, narrow_ranges
 
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
@@ -356,7 +356,7 @@ def test_what_is_read_from_numbers_alone_is_never_wrong(data: st.DataObject, nam
 
 
 Puzzle = tuple[list[tuple[int, int]], list[Sum], list[Sum]]
-"""Ranges, sums and rooms of `narrow`."""
+"""Ranges, sums and rooms of `narrow_ranges`."""
 
 
 @st.composite
@@ -393,7 +393,7 @@ def test_what_is_narrowed_holds_for_all_solutions(puzzle: Puzzle) -> None:
     """No solution is cut off, by enumeration; where every range is one number it is the one solution."""
     every = solutions(puzzle)
     ranges, sums, rooms = puzzle
-    if not narrow(ranges, sums, rooms):
+    if not narrow_ranges(ranges, sums, rooms):
         assert every == []
         return
     assert all(low <= one <= high for table in every for one, (low, high) in zip(table, ranges, strict=True))
@@ -404,10 +404,10 @@ def test_what_is_narrowed_holds_for_all_solutions(puzzle: Puzzle) -> None:
 def test_what_sums_leave_open_stays_open_and_long_chains_end() -> None:
     """Six GPUs in a ring with two of four wires dead each; a chain of 400 whose every link follows from the last."""
     ranges = [(0, 2)] * 6
-    assert narrow(ranges, [((i, (i + 1) % 6), 2) for i in range(6)], [])
+    assert narrow_ranges(ranges, [((i, (i + 1) % 6), 2) for i in range(6)], [])
     assert ranges == [(0, 2)] * 6
     chain = [(0, 2)] * 400
-    assert narrow(chain, [((i, i + 1), 2) for i in reversed(range(399))] + [((0,), 1)], [])
+    assert narrow_ranges(chain, [((i, i + 1), 2) for i in reversed(range(399))] + [((0,), 1)], [])
     assert chain == [(1, 1)] * 400
 
 

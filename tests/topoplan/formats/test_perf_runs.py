@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.perf_logs import FACTORS, PerfLog
 from tests.topoplan.formats.test_debug_log import LABELS
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.debug_log import parse_nccl_log
-from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
-from topoplan.formats.nccl_logs.perf_runs import PROGRAMS
+from topoplan.reading.nccl.debug_log import parse_nccl_log
+from topoplan.reading.nccl.perf_json import parse_perf_runs
+from topoplan.reading.nccl.perf_text import PROGRAMS
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 LOGS = {

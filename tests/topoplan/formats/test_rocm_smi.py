@@ -14,9 +14,9 @@ import topoplan
 from tests.support.listings import MACHINES, each
 from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.rocm_smi import parse_rocm_smi
-from topoplan.health.diagnosis import diagnose
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.operate.diagnosis import diagnose
+from topoplan.reading.rocm_smi import parse_rocm_smi
 
 Cell = Callable[[int, int], object]
 

@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.mutated_texts import mutated
-from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import TopologyError, TopoplanError, UsageError
-from topoplan.formats.load import load_network
-from topoplan.formats.slurm.hostlist import expand, folded
-from topoplan.formats.slurm.topology import AGGREGATED, LINK_SPEED, is_slurm, parse_slurm
-from topoplan.formats.slurm.yaml_subset import read_yaml
-from topoplan.topology import Device, Topology
+from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
+from topoplan.machine.topology import Device, Topology
+from topoplan.reading.load import load_network
+from topoplan.reading.slurm import (
+    AGGREGATED,
+    LINK_SPEED,
+    expand_hostlist,
+    fold_hostlist,
+    is_slurm,
+    parse_slurm,
+    read_yaml,
+)
 
 HOST = Topology("host", (Device("gpu0", "gpu"),), ())
 
@@ -195,15 +201,15 @@ NAMES = st.lists(st.builds("{}{}".format, STEMS, NUMBERS), min_size=1, max_size=
 @given(names=NAMES)
 @settings(max_examples=100)
 def test_what_is_folded_is_expanded_to_the_same_names_in_the_same_order(names: list[str]) -> None:
-    assert list(expand(folded(names))) == names
+    assert list(expand_hostlist(fold_hostlist(names))) == names
 
 
 def test_lists_of_names_with_several_brackets_and_words() -> None:
-    assert expand("r[1-2]c[08-09],login") == ("r1c08", "r1c09", "r2c08", "r2c09", "login")
-    assert folded(["n1", "n2", "n3", "n10", "n9"]) == "n[1-3,10,9]"
+    assert expand_hostlist("r[1-2]c[08-09],login") == ("r1c08", "r1c09", "r2c08", "r2c09", "login")
+    assert fold_hostlist(["n1", "n2", "n3", "n10", "n9"]) == "n[1-3,10,9]"
     for text in ("", "a,,b", "a b", "n[]", "n[1,]", "n]1["):
         with pytest.raises(TopologyError):
-            expand(text)
+            expand_hostlist(text)
 
 
 def test_yaml_of_lists_keys_quotes_and_comments() -> None:

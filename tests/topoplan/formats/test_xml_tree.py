@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topoplan.errors import TopologyError
-from topoplan.formats.nccl.xml_tree import (
+from topoplan.reading.nccl.topology_elements import (
     DEEPEST,
     LARGEST_TEXT,
     LONGEST_VALUE,
     MOST_ATTRIBUTES,
     MOST_ELEMENTS,
-    Element,
+    XmlElement,
     parse_xml,
 )
 
@@ -25,7 +25,9 @@ def test_elements_attributes_and_lines_are_read() -> None:
     """Comments, declarations, byte order marks and white space leave no trace."""
     start = "\ufeff\n<?xml version='1.0' encoding='utf-16'?>\n<!-- a -->"
     text = f"{start}<a b='1' c=\"&lt;\">\n <d/><!-- - -->\n <e></e>\n</a>\n"
-    assert parse_xml(text) == Element("a", 3, {"b": "1", "c": "<"}, (Element("d", 4), Element("e", 5)))
+    assert parse_xml(text) == XmlElement(
+        "a", 3, {"b": "1", "c": "<"}, (XmlElement("d", 4), XmlElement("e", 5))
+    )
 
 
 def test_children_are_found_by_name() -> None:

@@ -15,8 +15,8 @@ from tests.support.damaged_machines import IN_TEXT, KINDS, as_text, damaged, rea
 from tests.support.listings import MACHINES as LISTINGS
 from tests.support.listings import each
 from topoplan.errors import TopologyError
-from topoplan.formats.load import library
-from topoplan.health.diagnosis import diagnose
+from topoplan.operate.diagnosis import diagnose
+from topoplan.reading.load import library
 
 
 @pytest.mark.thorough

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import topoplan
 from tests.bench.fabric_machines import MACHINES
 from tests.support.listings import EACH_MATRIX
-from topoplan.degraded import slow_links, without_devices, without_links
-from topoplan.formats.load import library
-from topoplan.health.costs import costs_of
-from topoplan.health.diagnosis import diagnose, machine_warnings
-from topoplan.hosts.notes import warnings_first
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.notes import warnings_first
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.variants import slow_links, without_devices, without_links
+from topoplan.operate.compare.costs import costs_of
+from topoplan.operate.diagnosis import diagnose, machine_warnings
+from topoplan.reading.load import library
 
 
 def found(machine: Topology) -> list[str]:

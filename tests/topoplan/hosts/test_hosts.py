@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.hosts import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, host_topology
-from topoplan.hosts.build import switch_tree
-from topoplan.hosts.host import bus_id
-from topoplan.hosts.link_rates import GpuGeneration
-from topoplan.hosts.nccl_rates import nvlink_bandwidth, pcie_bandwidth, socket_bandwidth, xgmi_bandwidth
-from topoplan.machines.boxes import HostSide, direct_box, nvswitch_box
+from topoplan.machine.hardware import (
+    GpuGeneration,
+    nvlink_bandwidth,
+    pcie_bandwidth,
+    socket_bandwidth,
+    xgmi_bandwidth,
+)
+from topoplan.machine.host import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, bus_id
+from topoplan.machine.host_topology import host_topology, switch_tree
+from topoplan.machine.library import HostSide, direct_box, nvswitch_box
 
 PEX = "1000:c010:1000:a096"
 GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:00a2", "1000:c030:1000:10a2"

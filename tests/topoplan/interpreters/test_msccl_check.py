@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import topoplan
+from topoplan.cli.verify import engine_of
+from topoplan.engines.exported import Choices
+from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
+from topoplan.engines.registry import export_plan
+from topoplan.engines.verdict import EngineVerdict
 from topoplan.errors import PlanError
-from topoplan.export import Choices, export_plan
-from topoplan.interpreters.known_files import engine_of
-from topoplan.interpreters.msccl.algorithm_file import read_algorithm_file
-from topoplan.interpreters.msccl.check import check_msccl
-from topoplan.interpreters.verdict import Verdict
 
 
 def step(
@@ -52,7 +52,7 @@ def exchange(**keys: str) -> str:
     return f"<algo {attributes}>{''.join(gpus)}</algo>"
 
 
-def check(text: str) -> Verdict:
+def check(text: str) -> EngineVerdict:
     return check_msccl(read_algorithm_file(text), runs=20)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import topoplan
+from topoplan.cli.verify import engine_of
+from topoplan.engines.mscclpp_read import read_plan_file
+from topoplan.engines.mscclpp_read_back import check_execution_plan
+from topoplan.engines.registry import export_plan
+from topoplan.engines.verdict import EngineVerdict
 from topoplan.errors import PlanError
-from topoplan.export import export_plan
-from topoplan.interpreters.known_files import engine_of
-from topoplan.interpreters.mscclpp.check import check_execution_plan
-from topoplan.interpreters.mscclpp.plan_file import read_plan_file
-from topoplan.interpreters.verdict import Verdict
 
 File = dict[str, Any]
 
@@ -92,7 +92,7 @@ def exchange(rank: int) -> list[list[File]]:
     return [[*meet, add, NOP, on("signal", 0), on("wait", 0)]]
 
 
-def check(file: File) -> Verdict:
+def check(file: File) -> EngineVerdict:
     return check_execution_plan(read_plan_file(json.dumps(file)), runs=20)
 
 

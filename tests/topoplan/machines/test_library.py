@@ -9,11 +9,11 @@ import networkx
 import pytest
 
 import topoplan
-from topoplan.fabric.fabric import Fabric
-from topoplan.formats.load import library, library_path, load
-from topoplan.formats.topology_json import parse_topology_json
-from topoplan.machines import LIBRARY, write_library
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.library import LIBRARY, write_library
+from topoplan.machine.topology import Topology
+from topoplan.machine.topology_json import parse_topology_json
+from topoplan.reading.load import library, library_path, load
 
 NAMES = sorted(LIBRARY)
 

@@ -9,12 +9,13 @@ from math import prod
 import pytest
 
 import topoplan
-from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
-from topoplan.ordering.hop_loads import HopLoads
-from topoplan.ordering.mesh_axes import best_mesh, reordered
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Topology
+from topoplan.operate.link_loads import HopLoads
+from topoplan.operate.mesh_placement import best_mesh, reordered
 from topoplan.plans.mesh_plans import groups_along
-from topoplan.topology import Topology
 
 
 def together(

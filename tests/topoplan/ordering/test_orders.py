@@ -12,14 +12,21 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import direct_machines, switched_machines
-from topoplan.clusters import Server, cluster, domain
-from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.ordering.hop_loads import HopLoads, tree_edges
-from topoplan.ordering.ring_bound import ring_bound
-from topoplan.ordering.search import ENUMERATED, MEETS_BOUND, RankOrder, best_order, near_servers
-from topoplan.schedules.nccl.tree import nccl_tree
-from topoplan.topology import Device, Topology
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes, domain
+from topoplan.machine.topology import Device, Topology
+from topoplan.operate.link_loads import HopLoads, tree_edges
+from topoplan.operate.rank_order import (
+    ENUMERATED,
+    MEETS_BOUND,
+    RankOrder,
+    best_order,
+    near_servers,
+    ring_bound,
+)
+from topoplan.schedules.binary_trees import nccl_tree
 
 HOST = Topology("host", (Device("gpu0", "gpu"),), ())
 

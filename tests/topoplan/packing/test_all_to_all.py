@@ -15,10 +15,11 @@ from tests.support.concurrent_flow import concurrent_flow
 from tests.support.irregular_fabrics import KINDS, irregular
 from tests.support.small_fabrics import direct_machines, machine, switched_machines
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.plans import Fabric
-from topoplan.plans.certificates import Channels, Cut, Demand, Lengths
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Channels, Cut, Lengths
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
-from topoplan.topology import Topology
 
 
 def exact_rate(plan: Plan) -> Fraction:

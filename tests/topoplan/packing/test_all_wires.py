@@ -12,11 +12,11 @@ import topoplan
 from collectives import Communicator
 from tests.support.checkout import Run
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.hosts.staging import staged
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import staged
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.dataflow import switched_hops
 from topoplan.plans.plan import Plan
-from topoplan.simulation.dataflow import switched_hops
-from topoplan.topology import Device, Link, Topology
 
 DGX = topoplan.load("dgx-1v")
 

@@ -13,11 +13,12 @@ import topoplan
 from tests.bench.fabric_machines import MACHINES
 from tests.support.known_answers import Allocation, allocations, fabric_rates
 from tests.support.small_fabrics import COLLECTIVES, ROOTED
-from topoplan.columns.problem import Packing
-from topoplan.packing.mwu import pack_mwu
-from topoplan.plans import Fabric, Partition
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Partition
 from topoplan.plans.loads import forest_rate
-from topoplan.topology import Topology
+from topoplan.solve.packing.multiplicative_weights import pack_mwu
+from topoplan.solve.packing.packing_program import Packing
 
 LINK = {"dgx-1v": 25, "dgx-1p": 20}
 """GB/s of an NVLink."""

@@ -9,13 +9,12 @@ import pytest
 
 import topoplan
 from topoplan import UsageError
-from topoplan.bounds.block_cuts import quick_bound
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.cli import main
-from topoplan.fabric.fabric import Fabric
-from topoplan.packing.by_kind import floored_by_kind
+from topoplan.cli.main import main
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
-from topoplan.topology import Topology
+from topoplan.solve.cuts_and_partitions import best_bound, quick_bound
+from topoplan.solve.planner import floored_by_kind
 
 
 def measured(servers: int, spread: float) -> Topology:

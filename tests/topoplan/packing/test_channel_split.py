@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 import collectives
 import topoplan
 from tests.support.known_answers import blink_figure
-from topoplan.cli import main
+from topoplan.cli.main import main
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
-from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
-from topoplan.hosts.link_rates import PEER_ACCESS
-from topoplan.packing.channel_plans import GRAIN, channel_split, hybrid_plan, split_shares
-from topoplan.plans import Channels, Cut, Edge, Fabric, Plan, Shard, Stage
-from topoplan.plans.certificates import explain_certificate
-from topoplan.simulation.events import chrome_trace, run_events
-from topoplan.simulation.latency import LAUNCH, channel_starts, peer_access_seconds
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.hardware import PEER_ACCESS
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology_json import dump_topology_json, parse_topology_json
+from topoplan.model.channel_split import SPLIT_GRAIN, channel_split, hybrid_plan, split_shares
+from topoplan.model.dataflow import LAUNCH, channel_starts, peer_access_seconds
+from topoplan.model.event_simulation import chrome_trace, run_events
+from topoplan.plans.certificates.certificate import Channels, Cut, explain_certificate
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Shard, Stage
 
 DGX = topoplan.load("dgx-1v")
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
@@ -95,8 +97,8 @@ def test_shares_of_a_size_are_short_and_lose_less_than_a_grain(
     parts = channel_split(rates, starts, nbytes).nbytes
     assert sum(shares) == 1
     for share, part in zip(shares[1:], parts[1:], strict=True):
-        assert 0 <= part / max(nbytes, 1) - share < Fraction(1, GRAIN)
-        assert GRAIN % share.denominator == 0
+        assert 0 <= part / max(nbytes, 1) - share < Fraction(1, SPLIT_GRAIN)
+        assert SPLIT_GRAIN % share.denominator == 0
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_shares_of_a_size_are_those_of_equation_8(collective: str, gpus: tuple[i
     )
     wanted = pcie_bytes(2 * GB, pcie, nvlink, peer_access_seconds(DGX.subset(gpus))) / (2 * GB)
     topoplan.verify(plan)
-    assert 0 <= wanted - carried(plan)["pcie"] < Fraction(1, GRAIN)
+    assert 0 <= wanted - carried(plan)["pcie"] < Fraction(1, SPLIT_GRAIN)
     assert f"{2 * GB / (1 << 30):.4g}GB" in plan.notes[0]
 
 

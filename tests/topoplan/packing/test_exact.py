@@ -25,10 +25,12 @@ from tests.support.small_fabrics import (
     rate_by_trees,
     switched_machines,
 )
-from topoplan.columns.problem import Packing
-from topoplan.packing.exact import pack_exact
-from topoplan.plans import Fabric, Lengths, Plan
-from topoplan.topology import FASTEST, SLOWEST, Device, Link, Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology
+from topoplan.plans.certificates.certificate import Lengths
+from topoplan.plans.plan import Plan
+from topoplan.solve.packing.exact import pack_exact
+from topoplan.solve.packing.packing_program import Packing
 
 CLOSE = 1e-6
 """What linprog's answers are good for."""

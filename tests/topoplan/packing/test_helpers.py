@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.backends.loopback.paced import PacedLoopback
-from collectives.lowering.table_check import check_table
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from collectives.tables.table_check import check_table
 from tests.support.checkout import Run
 from tests.support.regular_fabrics import helped_star as star
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine, switched_machines
 from tests.support.tree_program import rate_by_inner_trees
+from topoplan.engines.registry import export_plan
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.export.known_formats import export_plan
-from topoplan.plans import Cut, Edge, Fabric, Lengths, Plan, Shard, Stage
-from topoplan.plans.certificates import Steiner
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.certificates.certificate import Cut, Lengths
+from topoplan.plans.certificates.steiner import Steiner
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Shard, Stage
 
 CLOSE = 1e-6
 

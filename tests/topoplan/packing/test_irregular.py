@@ -16,16 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.columns.generation import Generation
-from topoplan.columns.pricing import Pricing
-from topoplan.columns.problem import Packing
-from topoplan.fabric.fabric import Fabric, usable_fabric
-from topoplan.packing.exact import pack_exact
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.build import build_plan
-from topoplan.simplex.float_guided import GuidedSimplex
-from topoplan.symmetry.search import find_symmetry
-from topoplan.topology import Device, Link, Topology
-from topoplan.trees.route_table import ShortestRoutes
+from topoplan.solve.packing.column_generation import ColumnGeneration
+from topoplan.solve.packing.exact import pack_exact
+from topoplan.solve.packing.packing_program import Packing, Pricing
+from topoplan.solve.route_table import ShortestRoutes
+from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 
 def scaled(topology: Topology, factor: Callable[[random.Random], float], seed: int) -> Topology:
@@ -79,7 +78,7 @@ def test_large_programs_are_guided_and_small_ones_are_not() -> None:
         fabric = usable_fabric(machine)
         generators = () if machine is not TWO_SERVERS else _symmetries(machine)
         packing = Packing(fabric, "allgather", None, generators)
-        programs.append(isinstance(Generation(Pricing(packing)).program, GuidedSimplex))
+        programs.append(isinstance(ColumnGeneration(Pricing(packing)).program, GuidedSimplex))
     assert programs == [False, True]
 
 
@@ -198,4 +197,4 @@ def test_unequal_switches_are_packed_at_the_optimum_in_floating_point_first(
     assert made.gap == 0
     assert topoplan.verify(made).exact_rate == topoplan.verify(made).exact_bound
     packing = Packing(Fabric(machine, ("nvlink",)), "allreduce", None)
-    assert Generation(Pricing(packing)).guided == (gpus == 9)
+    assert ColumnGeneration(Pricing(packing)).guided == (gpus == 9)

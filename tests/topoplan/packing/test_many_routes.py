@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import machine
 from topoplan.cli.main import main
-from topoplan.columns.problem import Packing
-from topoplan.fabric.fabric import MOST_LISTED, Fabric, usable_fabric
-from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.schedules.rings.routes import Links, Routes
-from topoplan.topology import Topology
-from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.machine.fabric import MOST_LISTED, Fabric, usable_fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.schedules.routes import DirectRoutes, LeastLoaded, Links
+from topoplan.solve.packing.packing_program import Packing
 
 
 def behind_shared_nics(name: str, servers: int, *, nics: int | None = None, gbps: float = 200) -> Topology:
@@ -149,7 +148,7 @@ def test_the_widest_routes_are_those_of_all_that_networkx_lists(drawn: tuple[Fab
     """Of the shortest, and of all of which the shortest is taken; of equals the first."""
     fabric, numbers = drawn
     width = [Fraction(number) for number in numbers]
-    routes = Routes(fabric)
+    routes = DirectRoutes(fabric)
     for tail, head in ((0, 1), (1, 0)):
         known = routes_between(fabric, tail, head)
         assert routes.joined(tail, head) == bool(known)
@@ -169,7 +168,7 @@ def test_stripes_carry_all_of_the_data_over_the_shortest_routes(drawn: tuple[Fab
     fabric, numbers = drawn
     width = [Fraction(number + 1) for number in numbers]
     known = routes_between(fabric, 0, 1)
-    part = Routes(fabric).stripes(0, 1, width)
+    part = DirectRoutes(fabric).stripes(0, 1, width)
     short = [links for links in known if len(links) == len(known[0])]
     assert set(part) == {link for links in short for link in links}
     for node in range(len(fabric.nodes)) if part else ():

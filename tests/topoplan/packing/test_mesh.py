@@ -13,10 +13,10 @@ from scipy.optimize import linprog
 
 import topoplan
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.formats.load import library
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
 from topoplan.plans.plan import COLLECTIVES
-from topoplan.topology import Device, Link, Topology
+from topoplan.reading.load import library
 
 
 def switched(rng: np.random.Generator, gpus: int) -> Topology:
@@ -126,7 +126,7 @@ def test_stars_that_are_proved_are_what_the_search_finds(seed: int, monkeypatch:
     )
     weights = {"dp": int(rng.integers(1, 4)), "tp": 1}
     found = topoplan.plan_mesh(machine, {"dp": servers, "tp": 4}, axes=weights)
-    monkeypatch.setattr("topoplan.packing.mesh.proved_stars", lambda packing: None)
+    monkeypatch.setattr("topoplan.solve.mesh_planner.proved_stars", lambda packing: None)
     assert topoplan.plan_mesh(machine, {"dp": servers, "tp": 4}, axes=weights).rate == found.rate
     verify_mesh(found)
 

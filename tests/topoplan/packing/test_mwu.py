@@ -20,13 +20,13 @@ from tests.support.small_fabrics import (
     machine,
     switched_machines,
 )
-from topoplan.columns.problem import Packing
 from topoplan.errors import UsageError
-from topoplan.packing.integer_minimisation import minimise_trees
-from topoplan.packing.mwu import MwuPacking, pack_mwu
-from topoplan.plans import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.loads import forest_rate
-from topoplan.topology import Device, Link, Topology
+from topoplan.solve.packing.fewest_trees import minimise_trees
+from topoplan.solve.packing.multiplicative_weights import MwuPacking, pack_mwu
+from topoplan.solve.packing.packing_program import Packing
 
 MACHINES = switched_machines() | direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN)
 

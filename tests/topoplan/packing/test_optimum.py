@@ -11,9 +11,9 @@ import topoplan
 from tests.support.flow_program import flow_optimum
 from tests.support.irregular_fabrics import KINDS, irregular, mi250
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine, rate_by_flows
-from topoplan.clusters import nvswitch_cluster
-from topoplan.plans import Plan
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.cluster import nvswitch_cluster
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.plan import Plan
 
 CLOSE = 1e-6
 """What linprog's answers are good for."""

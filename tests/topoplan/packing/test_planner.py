@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans import Cut, Fabric, Trivial, usable_fabric
-from topoplan.topology import Link, Topology
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Link, Topology
+from topoplan.plans.certificates.certificate import Cut, Trivial
 
 DGX = topoplan.load("dgx-1v")
 
@@ -194,7 +195,7 @@ def test_a_broadcast_is_bounded_at_its_root_or_at_a_leaf() -> None:
 def test_more_gpus_than_memory_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables grow with the square of the ranks: estimated before they are made, and said."""
     pair = topoplan.nvswitch_cluster(2)
-    monkeypatch.setattr("topoplan.trees.route_table.physical_memory", lambda: 30_000)
+    monkeypatch.setattr("topoplan.solve.route_table.physical_memory", lambda: 30_000)
     with pytest.raises(UsageError) as caught:
         topoplan.plan(pair, "allgather")
     assert str(caught.value) == (

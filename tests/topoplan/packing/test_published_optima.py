@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 
 import topoplan
-from topoplan.clusters import Server, cluster, nvswitch_cluster
-from topoplan.plans import Plan
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.plan import Plan
 
 
 def proved_allgather(machine: Topology, method: str = "exact") -> Plan:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.topology import Topology
 from topoplan.plans.survival import SurvivalPlans, surviving_ranks
-from topoplan.topology import Topology
 
 
 @cache

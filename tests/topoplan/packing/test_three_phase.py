@@ -19,16 +19,17 @@ import topoplan
 from collectives import Communicator
 from tests.support.checkout import ROOT
 from tests.support.small_fabrics import COLLECTIVES, ROOTED
-from topoplan.choice.candidates import candidates
-from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import usable_fabric
-from topoplan.fabric.servers import Servers
-from topoplan.packing.hierarchical import compose
-from topoplan.plans import Fabric, Plan
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.candidates import candidates
 from topoplan.plans.loads import link_loads
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import ImageShards
+from topoplan.solve.packing.composition import compose
 
 V100S = topoplan.load("dgx-1v")
 
@@ -213,7 +214,7 @@ def trees_from(root: int, members: list[int], joined: set[tuple[int, int]]) -> l
 
 def best_by_enumeration(fabric: Fabric) -> float:
     """The allreduce of highest rate over all composed trees, each a column, by another solver."""
-    servers = Servers(fabric)
+    servers = FabricServers(fabric)
     members = [part.tolist() for part in servers.members]
     arcs = {
         (arc.tail, arc.head): arc.links
@@ -378,9 +379,9 @@ def test_stars_are_told_from_meshes() -> None:
     """GPUs on one NVSwitch hang on a star; dies with wires between them, or GPUs on a tree of switches, do not."""
     mesh = cluster([Server(topoplan.load("mi250"), count=2)], nic_gbps=128, nics=8, nic_access="direct")
     tree = cluster([Server(V100S, count=2)], nic_gbps=100)
-    assert Servers(Fabric(nvswitch_cluster(2), ("nvlink", "network"))).stars
-    assert not Servers(Fabric(mesh, ("nvlink", "network"))).stars
-    assert not Servers(Fabric(tree, ("pcie", "network"))).stars
+    assert FabricServers(Fabric(nvswitch_cluster(2), ("nvlink", "network"))).stars
+    assert not FabricServers(Fabric(mesh, ("nvlink", "network"))).stars
+    assert not FabricServers(Fabric(tree, ("pcie", "network"))).stars
 
 
 def test_a_server_that_is_not_connected_inside_is_refused() -> None:
@@ -415,7 +416,7 @@ def test_symmetries_that_mix_servers_are_left_out() -> None:
     names = ["a.gpu0", "a.gpu1", "b.gpu0", "b.gpu1"]
     links = [Link(names[i], names[j % 4], "nvlink", 10.0) for i in range(4) for j in (i + 1, i + 3)]
     fabric = Fabric(Topology("ring", tuple(Device(n, "gpu", n[0]) for n in names), tuple(links)), ("nvlink",))
-    servers = Servers(fabric)
+    servers = FabricServers(fabric)
     assert not servers.keeps([1, 2, 3, 0])
     assert servers.keeps([2, 3, 0, 1])
     assert all(

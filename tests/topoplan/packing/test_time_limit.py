@@ -13,13 +13,13 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.cli.plan import print_plan
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.hosts.notes import Note, kind_of
-from topoplan.packing.exact import pack_exact
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.notes import Note, kind_of
+from topoplan.machine.topology import Topology
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import COLLECTIVES
-from topoplan.simplex.time_limit import Deadline
-from topoplan.topology import Topology
+from topoplan.solve.packing.exact import pack_exact
+from topoplan.solve.search_control import Deadline
 
 
 def measured(topology: Topology) -> Topology:

@@ -22,18 +22,21 @@ from tests.support.small_fabrics import (
     routes,
     switched_machines,
 )
-from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
-from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
-from topoplan.plans.certificates import (
-    BetweenServers,
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import (
+    Certificate,
     Channels,
-    Entries,
-    InsideServer,
+    Cut,
+    Lengths,
+    Partition,
+    Trivial,
     certificate_from_object,
 )
+from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
-from topoplan.topology import Topology
+from topoplan.solve.cuts_and_partitions import best_bound
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
@@ -302,7 +305,11 @@ CUT = Cut(("gpu0", "gpu1"))
 KINDS = [
     *(CUT, Partition((("gpu0",), ())), Lengths((("gpu0", "gpu1", Fraction(2, 3)),)), Trivial()),
     Channels((("nvlink", CUT), ("pcie", Trivial()))),
-    *(Entries(Fraction(1, 50), CUT), InsideServer("s0", CUT), BetweenServers(Fraction(1, 50), ("gpu0",))),
+    *(
+        EntryBound(Fraction(1, 50), CUT),
+        InsideServerBound("s0", CUT),
+        BetweenServersBound(Fraction(1, 50), ("gpu0",)),
+    ),
 ]
 
 

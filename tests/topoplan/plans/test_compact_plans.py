@@ -26,17 +26,18 @@ from tests.support.small_fabrics import (
     machine,
     switched_machines,
 )
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.clusters import nvswitch_cluster
-from topoplan.columns.problem import Packing
 from topoplan.errors import PlanError
-from topoplan.plans import Edge, Fabric, Plan, Shard, Stage
+from topoplan.machine.cluster import nvswitch_cluster
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.loads import forest_rate, link_loads
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.symmetry.permutation_groups import group_elements, is_automorphism
-from topoplan.topology import Topology
-from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.plans.permutation_groups import group_elements, is_automorphism
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.packing.packing_program import Packing
 
 JsonPlan = dict[str, Any]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.formats.load import library
-from topoplan.plans.certificates import Certificate, Cut, Lengths, Partition, explain_certificate
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import Certificate, Cut, Lengths, Partition, explain_certificate
 from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.reading.load import library
 from topoplan.units import parse_gpu_list
 
 CUT = re.compile(r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must")

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.cli.main import main
-from topoplan.clusters import Server, cluster, nvswitch_cluster
-from topoplan.plans import Edge, Fabric, Shard, Stage
-from topoplan.plans.phases import phases
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.plans.structure import phases
 
 V100S = topoplan.load("dgx-1v")
 

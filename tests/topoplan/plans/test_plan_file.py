@@ -22,9 +22,10 @@ from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switched_machines
 from topoplan.cli.plan import plan_object
 from topoplan.errors import PlanError
-from topoplan.plans import Cut, Lengths, Partition, Plan, Trivial
-from topoplan.plans.tree import ALIGNMENT, shard_bounds
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.certificate import Cut, Lengths, Partition, Trivial
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import ALIGNMENT, shard_bounds
 
 CALLS = {
     "trees": lambda: topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2, 3, 4, 7]),

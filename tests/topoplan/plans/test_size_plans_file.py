@@ -16,7 +16,9 @@ import topoplan
 from tests.support.hand_plans import SHAPES, forest_plan
 from tests.support.small_fabrics import COLLECTIVES
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans import Plan, SizePlans, SizeRange, verify_all
+from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.verify import verify_all
 
 
 def by_hand(collective: str = "allreduce", starts: tuple[int, ...] = (0, 100, 5000)) -> SizePlans:

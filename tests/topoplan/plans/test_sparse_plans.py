@@ -17,24 +17,16 @@ import topoplan
 from collectives import Communicator
 from tests.support.checkout import ROOT
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.servers import Servers
-from topoplan.plans.certificates import (
-    BetweenServers,
-    Certificate,
-    Entries,
-    InsideServer,
-    explain_certificate,
-)
-from topoplan.plans.phases import phases
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.event_simulation import run_events
+from topoplan.plans.certificates.certificate import Certificate, explain_certificate
+from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.plan import Plan
-from topoplan.plans.rounds import ROUND, rounds
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Edge, Shard, Stage
-from topoplan.schedules.sparse_plan import sparse_trees
-from topoplan.schedules.sparse_servers import sparse_servers
-from topoplan.simulation.events import run_events
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.plans.structure import ROUND, phases, rounds
+from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
 from topoplan.units import entry_share
 
 DGX = topoplan.load("dgx-1v")
@@ -113,7 +105,7 @@ def test_one_server_and_servers_of_one_gpu_get_trees_and_others_three_phases() -
 def test_uneven_servers_exchange_between_one_rank_of_each(gpus: tuple[int, ...]) -> None:
     plan = sparse_servers(servers_of(*gpus), entries=entry_share(0.01))
     topoplan.verify(plan)
-    servers = Servers(Fabric(plan.topology, plan.channels))
+    servers = FabricServers(Fabric(plan.topology, plan.channels))
     for shard in plan.shards:
         owners = [stage.root for stage in shard.stages if stage.op == "gather"]
         assert servers.of_rank[owners].tolist() == list(range(len(gpus)))
@@ -247,7 +239,7 @@ def test_a_spoiled_sparse_plan_is_refused(name: str, told: str) -> None:
 def test_the_proof_of_three_phases_holds_only_where_elements_stay_inside_and_entries_cross_once() -> None:
     """On a fabric where every shortcut is possible: two servers of two GPUs, all joined by network links."""
     between = sparse_servers(servers_of(2, 2, gbps=1), entries=entry_share(0.5))
-    assert isinstance(between.certificate, BetweenServers)
+    assert isinstance(between.certificate, BetweenServersBound)
     at = gather_at(between)
     shard = between.shards[0]
     gather = shard.stages[at]
@@ -257,7 +249,7 @@ def test_the_proof_of_three_phases_holds_only_where_elements_stay_inside_and_ent
     ):
         topoplan.verify(with_stage(between, 0, at, fewer))
     inside = PAIR
-    assert isinstance(inside.certificate, InsideServer)
+    assert isinstance(inside.certificate, InsideServerBound)
     owner = inside.shards[0].stages[0].root
     edge = inside.shards[0].stages[gather_at(inside)].edges[0]
     other = next(e.child for e in inside.shards[0].stages[0].edges)
@@ -278,11 +270,11 @@ def test_the_proof_of_three_phases_holds_only_where_elements_stay_inside_and_ent
 @pytest.mark.parametrize(
     ("certificate", "told"),
     [
-        (BetweenServers(Fraction(1, 50), ("s0.gpu0",)), "holds 1 of the 8 ranks of s0"),
-        (BetweenServers(Fraction(1, 50), ()), "at least one server and leave out at least one"),
-        (BetweenServers(Fraction(1, 50), ("nobody",)), "names device 'nobody'"),
-        (InsideServer("s7", PAIR.certificate.certificate), "names server 's7'"),  # type: ignore[union-attr]
-        (Entries(Fraction(1, 50), PAIR.certificate.certificate), "the bound holds for trees"),  # type: ignore[union-attr]
+        (BetweenServersBound(Fraction(1, 50), ("s0.gpu0",)), "holds 1 of the 8 ranks of s0"),
+        (BetweenServersBound(Fraction(1, 50), ()), "at least one server and leave out at least one"),
+        (BetweenServersBound(Fraction(1, 50), ("nobody",)), "names device 'nobody'"),
+        (InsideServerBound("s7", PAIR.certificate.certificate), "names server 's7'"),  # type: ignore[union-attr]
+        (EntryBound(Fraction(1, 50), PAIR.certificate.certificate), "the bound holds for trees"),  # type: ignore[union-attr]
     ],
 )
 def test_a_proof_that_proves_nothing_is_refused(certificate: Certificate, told: str) -> None:
@@ -314,7 +306,7 @@ def test_a_symmetry_that_takes_a_server_to_several_smuggles_no_elements_between_
         shards=shards,
         rate=1000 / 51,
         bound=1000.0,
-        certificate=BetweenServers(Fraction(1, 50), ("g0", "g1")),
+        certificate=BetweenServersBound(Fraction(1, 50), ("g0", "g1")),
     )
     with pytest.raises(PlanError, match=r"owner|leaves its server|gather for"):
         topoplan.verify(smuggler)

@@ -16,10 +16,9 @@ import pytest
 import topoplan
 from tests.support.checkout import ROOT
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans.plan import FORMAT_2, Plan
-from topoplan.plans.renaming import carried
-from topoplan.plans.survival import Failure, SurvivalPlans, verify_survival
-from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.plan import PLAN_FORMAT_2, Plan
+from topoplan.plans.shards import ImageShards
+from topoplan.plans.survival import MachineFailure, SurvivalPlans, renamed_plan, verify_survival
 
 
 @cache
@@ -43,7 +42,7 @@ def test_a_book_survives_its_file(tmp_path: Path) -> None:
 def test_a_book_is_the_plan_of_the_whole_machine_to_who_takes_one() -> None:
     """Collective, ranks and range are those of the whole machine, and so is the file but for two keys."""
     value = json.loads(book().to_json())
-    assert value.pop("format") == FORMAT_2
+    assert value.pop("format") == PLAN_FORMAT_2
     del value["failures"]
     assert Plan.from_object({**value, "format": "topoplan.plan/1"}) == book().whole
     assert book().plans == (book().whole,)
@@ -59,7 +58,7 @@ def test_no_other_machine_stands_in_the_file() -> None:
 def test_images_of_templates_are_renamed_with_their_symmetries() -> None:
     """A plan of 63 GPUs without one of server 0, carried to server 1: templates, generators and certificate."""
     whole = topoplan.nvswitch_cluster(8)
-    lost, other = (Failure("gpu", f"s{server}.gpu3") for server in (0, 1))
+    lost, other = (MachineFailure("gpu", f"s{server}.gpu3") for server in (0, 1))
     plan = topoplan.plan(lost.left_of(whole))
     assert isinstance(plan.shards, ImageShards)
     names = {device.name: device.name for device in whole.devices}
@@ -67,12 +66,12 @@ def test_images_of_templates_are_renamed_with_their_symmetries() -> None:
         server, _, rest = name.partition(".")
         if server in ("s0", "s1"):
             names[name] = f"{'s1' if server == 's0' else 's0'}.{rest}"
-    there = carried(plan, names, other.left_of(whole))
+    there = renamed_plan(plan, names, other.left_of(whole))
     assert isinstance(there.shards, ImageShards)
     assert topoplan.verify(there).exact_rate == topoplan.verify(plan).exact_rate
     with pytest.raises(PlanError):
         topoplan.verify(
-            carried(plan, {**names, "s2.gpu0": "s3.gpu0", "s3.gpu0": "s2.gpu0"}, other.left_of(whole))
+            renamed_plan(plan, {**names, "s2.gpu0": "s3.gpu0", "s3.gpu0": "s2.gpu0"}, other.left_of(whole))
         )
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Edge, Shard, Stage
-from topoplan.plans.tree_shapes import tree_shapes
-from topoplan.schedules.rings.ring import ring
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.plans.structure import tree_shapes
+from topoplan.schedules.ring import ring
 
 
 def tree(parents: list[int], *, names: list[int], channel: str = "nvlink", op: str = "broadcast") -> Stage:

@@ -19,10 +19,13 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.hand_plans import full_mesh, plan_of, stage, star, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
-from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
-from topoplan.plans import Fabric, Plan, Shard, Verification
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard
+from topoplan.plans.verify import Verification
+from topoplan.solve.cuts_and_partitions import best_bound
 
 JsonPlan = dict[str, Any]
 

@@ -22,22 +22,21 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.listings import MATRICES, each
-from topoplan.degraded import without_links
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.variants import without_links
+from topoplan.model.times_by_size import sweep
+from topoplan.operate.plot.canvas import Look, save_figure, write_figure
+from topoplan.operate.plot.charts import draw_comparison, draw_sweep
+from topoplan.operate.plot.machine import MAX_DEVICES, draw_topology
+from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
+from topoplan.operate.plot.panels import wires
+from topoplan.operate.plot.tree_layout import forest_positions
+from topoplan.operate.plot.trees import draw_trees
 from topoplan.plans.build import trivial_plan
-from topoplan.plot.bars import draw_comparison
-from topoplan.plot.canvas import Look, save_figure, write_figure
-from topoplan.plot.circle_order import circle_order, circle_places
-from topoplan.plot.layers import forest_positions
-from topoplan.plot.machine import MAX_DEVICES, draw_topology
-from topoplan.plot.sweep import draw_sweep
-from topoplan.plot.trees import draw_trees
-from topoplan.plot.wires import wires
-from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.table import sweep
-from topoplan.topology import Device, Link, Topology, facts
+from topoplan.schedules.binary_trees import double_binary_tree
+from topoplan.schedules.ring import ring
 from topoplan.units import parse_gpu_list
 
 if TYPE_CHECKING:
@@ -588,7 +587,8 @@ def test_bad_figure_files_are_one_line(name: str, tmp_path: Path) -> None:
 def test_importing_the_plot_room_does_not_load_matplotlib() -> None:
     """matplotlib is loaded when a figure is drawn, not before."""
     code = (
-        "import sys, topoplan.plot.machine, topoplan.plot.trees, topoplan.plot.bars, topoplan.plot.sweep;"
+        "import sys, topoplan.operate.plot.machine, topoplan.operate.plot.trees, "
+        "topoplan.operate.plot.charts, topoplan.operate.plot.charts;"
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

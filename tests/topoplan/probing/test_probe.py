@@ -17,9 +17,9 @@ from tests.support.fake_machine.fixtures import Installer
 from tests.support.fake_machine.install import FakeHost
 from tests.support.fake_machine.machines import MACHINES
 from topoplan.cli.show import link_summary
-from topoplan.formats.matrix import affinity_columns, relation_matrix
-from topoplan.probing.answers import INSTEAD
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
+from topoplan.reading.probe_driver import PROBE_ALTERNATIVES
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +221,7 @@ def test_without_driver_or_gpu_one_line_says_what_to_do(
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"topoplan probe: error: {beginning}")
-    assert line.endswith(INSTEAD)
+    assert line.endswith(PROBE_ALTERNATIVES)
 
 
 @pytest.mark.parametrize("arguments", [["--sysfs-root", ""], ["--sysfs-root", "nowhere"], []])

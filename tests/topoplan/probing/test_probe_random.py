@@ -23,7 +23,7 @@ from tests.support.fake_machine.description import (
     pcie_switch,
 )
 from tests.support.fake_machine.fixtures import Installer
-from topoplan.formats.matrix import relation_matrix
+from topoplan.reading.pcie_tree import relation_matrix
 
 LANE = {3: 0.75, 4: 1.5, 5: 3.0}
 

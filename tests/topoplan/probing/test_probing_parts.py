@@ -11,25 +11,20 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from topoplan.hosts import NvlinkBundle
-from topoplan.hosts.build import switch_tree
-from topoplan.hosts.host import bus_id
-from topoplan.probing.access import refused_access
-from topoplan.probing.cache import (
+from topoplan.machine.host import NvlinkBundle, bus_id
+from topoplan.machine.host_topology import switch_tree
+from topoplan.reading.probe import (
     MOST_AGE,
     MOST_AGE_AMISS,
     cache_file,
     device_files,
     read_cache,
+    visible_devices,
     write_cache,
 )
-from topoplan.probing.driver import Driver, DriverGpu
-from topoplan.probing.driver_links import DriverLink
-from topoplan.probing.nics import find_nics
-from topoplan.probing.nvlinks import nvlink_bundles
-from topoplan.probing.pcie import driver_tree, kernel_tree
-from topoplan.probing.sysfs import Sysfs, SysfsDevice
-from topoplan.probing.visible import visible
+from topoplan.reading.probe_devices import Sysfs, SysfsDevice, driver_tree, find_nics, kernel_tree
+from topoplan.reading.probe_driver import Driver, DriverGpu, DriverLink
+from topoplan.reading.probe_nvlinks import nvlink_bundles, refused_access
 
 GPU = "0000:07:00.0"
 
@@ -346,7 +341,7 @@ def test_cuda_visible_devices_choose_and_order_gpus_up_to_the_first_unknown(
     named: str, gpus: tuple[str, ...]
 ) -> None:
     """CUDA C programming guide, CUDA environment variables; mixed and ragged words as torch.cuda has them."""
-    shown = visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+    shown = visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": named})
     assert shown.gpus == gpus
     assert {end for link in shown.links for end in (link.src, link.dst) if end.startswith("gpu")} <= set(gpus)
 
@@ -356,18 +351,18 @@ def test_a_view_that_names_a_gpu_twice_shows_none_as_cuda_does(named: str) -> No
     with pytest.raises(
         topoplan.ProbeError, match="leaves none of the 8 GPUs, since it names one twice; unset"
     ):
-        visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+        visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": named})
 
 
 def test_the_note_of_a_view_is_short_and_can_be_printed() -> None:
-    (note,) = visible(machine(), {"CUDA_VISIBLE_DEVICES": "0,\x1b[31m" + 99 * "9"}).notes
+    (note,) = visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": "0,\x1b[31m" + 99 * "9"}).notes
     assert note == f"CUDA_VISIBLE_DEVICES=0,?[31m{53 * '9'}… shows 1 of 8 GPUs"
 
 
 @pytest.mark.parametrize("named", ["", "-1", "9", "GPU-", "gpu0", "NoDevFiles", "²", "٣"])
 def test_a_view_without_any_gpu_is_an_error(named: str) -> None:
     with pytest.raises(topoplan.ProbeError) as error:
-        visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+        visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": named})
     assert (
         str(error.value) == f"CUDA_VISIBLE_DEVICES={named!r} leaves none of the 8 GPUs; unset it to see all"
     )

@@ -16,15 +16,13 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.compare import compare
-from topoplan.report.drawing import Curve, draw_curves
-from topoplan.report.markup import VOID, Markup, element, table
-from topoplan.report.page import report_page
-from topoplan.report.sizes import sizes_section
-from topoplan.report.tree_steps import CHUNKS, lines_of, steps_of
-from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.table import sweep
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.model.times_by_size import sweep
+from topoplan.operate.compare.comparison import compare
+from topoplan.operate.plot.markup import VOID, Curve, Markup, draw_curves, element, table
+from topoplan.operate.plot.page import report_page, sizes_section
+from topoplan.operate.plot.trees import CHUNKS, lines_of, steps_of
+from topoplan.schedules.ring import ring
 
 SIZES = (1 << 10, 1 << 20, 1 << 30)
 

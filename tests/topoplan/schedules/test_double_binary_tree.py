@@ -10,9 +10,9 @@ import pytest
 
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.verify import verify
-from topoplan.schedules.double_binary_tree import double_binary_tree, in_order_tree, rooted_trees, two_trees
-from topoplan.topology import Device, Link, Topology
+from topoplan.schedules.binary_trees import double_binary_tree, in_order_tree, rooted_trees, two_trees
 
 
 def depth(tree: Mapping[int, int], rank: int) -> int:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, both_ways, direct_machines, machine, switched_machines
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.formats.load import library
-from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.schedules.relay import shortest_route
-from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.reading.load import library
+from topoplan.schedules.ring_forest import shortest_route
+from topoplan.schedules.routes import LeastLoaded
 
 MACHINES = direct_machines() | direct_machines(symmetric=True) | switched_machines()
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import direct_machines, switched_machines
-from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
 from topoplan.plans.loads import link_loads
-from topoplan.schedules.nccl.tree import nccl_tree, nvls, nvls_tree, server_trees
-from topoplan.topology import Topology
+from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree, server_trees
 
 
 def servers_of(

@@ -8,12 +8,18 @@ import pytest
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.in_network import fully_used
-from topoplan.schedules.nccl.tuning import COLLECTIVES, Expectation, channel_count, expectations, setting_of
-from topoplan.topology import Topology
+from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.schedules.nccl_tuning import (
+    COLLECTIVES,
+    NcclExpectation,
+    channel_count,
+    expectations,
+    setting_of,
+)
 
 
-def known(machine: Topology, collective: str) -> dict[tuple[str, str], Expectation]:
+def known(machine: Topology, collective: str) -> dict[tuple[str, str], NcclExpectation]:
     return {(one.algorithm, one.protocol): one for one in expectations(setting_of(machine), collective)}
 
 
@@ -53,7 +59,9 @@ def test_latencies_on_one_server(collective: str, choice: tuple[str, str], micro
 )
 def test_latencies_between_servers(collective: str, choice: tuple[str, str], microseconds: float) -> None:
     """As ``src/graph/tuning.cc`` adds them up for two servers of eight."""
-    assert known(fully_used(pair()), collective)[choice].latency == pytest.approx(microseconds * 1e-6)
+    assert known(with_all_capabilities(pair()), collective)[choice].latency == pytest.approx(
+        microseconds * 1e-6
+    )
 
 
 def test_bandwidths_of_protocols_are_limited_as_nccl_limits_them() -> None:
@@ -64,14 +72,17 @@ def test_bandwidths_of_protocols_are_limited_as_nccl_limits_them() -> None:
     assert found["ring", "ll"].bandwidth == pytest.approx(87.7 * ring)
     assert found["ring", "ll128"].bandwidth == pytest.approx(240 * 0.92 * ring)
     assert found["tree", "simple"].bandwidth == pytest.approx(min(0.92 * 240 * ring, 12 * 24.0 / 2))
-    hopper = known(fully_used(topoplan.load("dgx-h100")), "allreduce")
+    hopper = known(with_all_capabilities(topoplan.load("dgx-h100")), "allreduce")
     assert hopper["nvls", "simple"].bandwidth == pytest.approx(2 * 370.8 * 0.85 * 7 / 8 * ring)
 
 
 @pytest.mark.thorough
 def test_what_nccl_has_for_which_collective() -> None:
     """Trees for allreduce alone, NVLS where switches can add, PAT with one rank a server, LL128 over NVLink alone."""
-    names = {one: {a for a, _ in known(fully_used(topoplan.load("dgx-h100")), one)} for one in COLLECTIVES}
+    names = {
+        one: {a for a, _ in known(with_all_capabilities(topoplan.load("dgx-h100")), one)}
+        for one in COLLECTIVES
+    }
     assert names == {
         "allreduce": {"ring", "tree", "nvls"},
         "allgather": {"ring", "nvls"},
@@ -79,7 +90,7 @@ def test_what_nccl_has_for_which_collective() -> None:
         "broadcast": {"ring"},
         "reduce": {"ring"},
     }
-    assert {a for a, _ in known(fully_used(pair()), "allreduce")} == {"ring", "tree", "nvls_tree"}
+    assert {a for a, _ in known(with_all_capabilities(pair()), "allreduce")} == {"ring", "tree", "nvls_tree"}
     alone = pair("dgx-a100").subset([0, 8])
     assert {a for a, _ in known(alone, "allgather")} == {"ring", "pat"}
     assert {p for _, p in known(topoplan.load("pcie-x8"), "allreduce")} == {"ll", "simple"}

@@ -9,12 +9,12 @@ import pytest
 
 import topoplan
 from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard
-from topoplan.schedules.one_shot import one_shot, one_shot_along, one_shot_servers
-from topoplan.simulation.events import run_events
-from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.topology import Topology
+from topoplan.plans.shards import Shard
+from topoplan.schedules.low_latency import one_shot, one_shot_along, one_shot_servers
 
 ALPHA = START_UP["nvlink"]
 

@@ -18,10 +18,10 @@ from tests.support.checkout import Run
 from tests.support.small_fabrics import direct_machines
 from topoplan import plan_from_trees
 from topoplan.errors import InfeasibleError, TopoplanError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import COLLECTIVES, Plan
-from topoplan.topology import Topology
 
 BLINK = [1, 4, 5, 7]
 """GPUs of a DGX-1V without an NVLink ring; ranks 0 to 3."""

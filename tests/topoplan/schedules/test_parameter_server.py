@@ -11,10 +11,9 @@ import pytest
 import topoplan
 from collectives import Communicator
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.schedules.key_ring import KeyRing
-from topoplan.schedules.parameter_server import KEYS, parameter_server
-from topoplan.simulation.model import clock
-from topoplan.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.closed_form import clock
+from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 
 
 def star(workers: int, helpers: int) -> Topology:
@@ -46,7 +45,7 @@ def test_ranks_as_servers_are_the_one_hop_plan() -> None:
 def test_hashed_parts_are_as_slow_as_the_fullest_server() -> None:
     names = [f"helper{n}" for n in range(4)]
     for points in (1, 128):
-        loads = KeyRing(tuple(names), points).loads(map(str, range(KEYS)))
+        loads = HashRing(tuple(names), points).loads(map(str, range(KEYS)))
         most = max(loads.values()) * 4 / KEYS
         made = parameter_server(star(4, 4), placement="hashed", points=points)
         assert made.rate == pytest.approx(10 / most)
@@ -71,7 +70,7 @@ def test_helpers_add_up_what_ranks_push() -> None:
 )
 def test_a_ring_of_eight_servers(points: int, load: float, moved: float) -> None:
     """Load of the fullest over the mean, and the part of 20,000 keys that moves when a server leaves: its own alone."""
-    ring = KeyRing(tuple(f"s{n}" for n in range(8)), points)
+    ring = HashRing(tuple(f"s{n}" for n in range(8)), points)
     keys = [f"k{n}" for n in range(20_000)]
     before = {key: ring.owner(key) for key in keys}
     assert max(Counter(before.values()).values()) * 8 / len(keys) == pytest.approx(load, abs=0.005)

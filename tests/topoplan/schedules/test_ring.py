@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.known_answers import Allocation, allocations
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.verify import verify
-from topoplan.schedules.relay import relay_rings
-from topoplan.schedules.rings.hamiltonian_cycles import all_cycles, disjoint_rings, ring_limit, varied_cycles
-from topoplan.schedules.rings.ring import ring
-from topoplan.topology import Device, Link, Topology
+from topoplan.schedules.hamiltonian_cycles import all_cycles, disjoint_rings, ring_limit, varied_cycles
+from topoplan.schedules.ring import ring
+from topoplan.schedules.ring_forest import relay_rings
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]

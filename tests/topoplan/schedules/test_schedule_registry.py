@@ -12,17 +12,18 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.choice import candidates
-from topoplan.compare import compare, format_table, to_object
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.topology import TopologyLike, as_topology
+from topoplan.model.candidates import candidates
+from topoplan.operate.compare.comparison import compare
+from topoplan.operate.compare.table import format_table, to_object
 from topoplan.plans.build import build_plan, stage_order
 from topoplan.plans.plan import Plan, root_rank
-from topoplan.plans.tree import Shard, Stage
-from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.plans.shards import Shard, Stage
 from topoplan.schedules.registry import SCHEDULES, Schedule, find_schedule, make_schedule
-from topoplan.topology import TopologyLike, as_topology
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.solve.cuts_and_partitions import best_bound
 
 
 def chain(

@@ -12,12 +12,12 @@ import pytest
 
 import topoplan
 from topoplan.errors import InfeasibleError
-from topoplan.fabric.fabric import Fabric, usable_fabric
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.schedules.rings.forest import ring_forest
-from topoplan.schedules.rings.order import server_rings, switched_rings
-from topoplan.schedules.rings.routes import Layer, Routes
-from topoplan.topology import Topology
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.shards import ImageShards
+from topoplan.schedules.ring import server_rings, switched_rings
+from topoplan.schedules.ring_forest import ring_forest
+from topoplan.schedules.routes import DirectRoutes, Layer
 
 
 def dgx_1v_servers(count: int) -> Topology:
@@ -97,7 +97,7 @@ def test_rings_of_direct_nics_are_those_of_another_program(
 def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
     """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
     fabric = usable_fabric(topoplan.nvswitch_cluster(servers))
-    rings = server_rings(fabric, Routes(fabric))
+    rings = server_rings(fabric, DirectRoutes(fabric))
     assert len(rings) == 8
     crossed = Counter(link for ring in rings for hop in ring.hops for link in hop)
     network = {number for number, link in enumerate(fabric.links) if link.channel == "network"}
@@ -113,8 +113,8 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
     """Two DGX-1V with four NICs of 12 GB/s: four rings, 48 * 16 / 30 GB/s, where one ring has 12."""
     machine = dgx_1v_servers(2)
     fabric = usable_fabric(machine)
-    assert sum(ring.weight for ring in switched_rings(fabric, Routes(fabric))) == 12
-    for ring in server_rings(fabric, Routes(fabric)):
+    assert sum(ring.weight for ring in switched_rings(fabric, DirectRoutes(fabric))) == 12
+    for ring in server_rings(fabric, DirectRoutes(fabric)):
         lengths = [len(hop) for hop in ring.hops]
         assert sorted(lengths) == [1] * 14 + [4, 4]
     assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(48 * 16, 30)
@@ -123,7 +123,7 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
 def test_a_ring_within_one_server_enters_no_server() -> None:
     """There is nothing to cross."""
     fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    assert server_rings(fabric, Routes(fabric)) == ()
+    assert server_rings(fabric, DirectRoutes(fabric)) == ()
     assert topoplan.ring(topoplan.load("dgx-2")).schedule == "nvlink ring"
 
 
@@ -143,7 +143,7 @@ def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
     every: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for arc in fabric.arcs:
         every.setdefault((arc.tail, arc.head), []).append(arc.links)
-    routes = Routes(fabric)
+    routes = DirectRoutes(fabric)
     even, odd = ([Fraction(number % 2 == rest) for number in range(len(fabric.links))] for rest in (0, 1))
 
     def links_of(layer: Layer) -> set[int]:
@@ -170,7 +170,7 @@ def test_large_rings_are_few_chains_and_symmetries(machine: Topology, collective
     compact, spread = topoplan.verify(ring), topoplan.verify(whole)
     assert (compact.exact_rate, compact.loads) == (spread.exact_rate, spread.loads)
     fabric = usable_fabric(machine)
-    rings = server_rings(fabric, Routes(fabric))
+    rings = server_rings(fabric, DirectRoutes(fabric))
     assert len(whole.shards) == len(rings) * fabric.size
     assert len(set(whole.shards)) == len(whole.shards)
     again = topoplan.Plan.from_json(ring.to_json())
@@ -182,7 +182,7 @@ def test_large_rings_without_symmetry_are_refused() -> None:
     machine = topoplan.nvswitch_cluster(128)
     slow = topoplan.slow_links(machine, {"s0.nic0-rail0": 12.0})
     fabric = usable_fabric(slow)
-    rings = server_rings(fabric, Routes(fabric))
+    rings = server_rings(fabric, DirectRoutes(fabric))
     with pytest.raises(InfeasibleError, match="8 rings of 1024 GPUs have 16760832 edges"):
         ring_forest(rings, fabric, collective="allreduce", root=None)
     assert len(ring_forest(rings, fabric, collective="broadcast", root=0)) == len(rings)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topoplan.simplex.rational_basis import PRIMES, ExactBasis, WholeSystem, inverse_modulo
-from topoplan.trees.blocked_matmul import product
+from topoplan.solve.simplex.guided_simplex import PRIMES, ExactBasis, WholeSystem, inverse_modulo
+from topoplan.solve.tree_local_search import blocked_product
 
 Rows = list[list[int]]
 
@@ -129,5 +129,5 @@ def test_products_in_blocks_are_products(shape: tuple[int, int, int]) -> None:
     n, k, m = shape
     rng = np.random.Generator(np.random.PCG64(1))
     left, right = rng.integers(0, 1 << 20, (2, n, k)), rng.integers(0, 1 << 20, (2, k, m))
-    found = product(left.astype(np.float64), right.astype(np.float64))
+    found = blocked_product(left.astype(np.float64), right.astype(np.float64))
     assert np.array_equal(found, (left @ right).astype(np.float64))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topoplan.simplex.exact_simplex import PackingSimplex
-from topoplan.simplex.float_guided import GuidedSimplex
-from topoplan.simplex.float_simplex import FloatSimplex
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.solve.simplex.float_simplex import FloatSimplex
+from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
 Columns = list[list[int]]
 
@@ -170,7 +170,7 @@ def test_a_program_without_columns_is_worth_nothing() -> None:
 
 WALK = """
 import numpy as np
-from topoplan.simplex.float_simplex import FloatSimplex
+from topoplan.solve.simplex.float_simplex import FloatSimplex
 rng = np.random.Generator(np.random.PCG64(3))
 guide = FloatSimplex(rng.integers(50, 99, 60).astype(float))
 for _ in range(3):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from topoplan.simplex.exact_simplex import PackingSimplex
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
 
 @dataclass(frozen=True)

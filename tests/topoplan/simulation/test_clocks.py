@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from topoplan.errors import UsageError
-from topoplan.simulation.clocks import run_clocks
+from topoplan.model.asynchronous_training import run_clocks
 
 
 def test_a_rank_that_is_late_once_costs_others_nothing_within_the_bound() -> None:

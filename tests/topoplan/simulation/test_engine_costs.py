@@ -11,9 +11,8 @@ import pytest
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.simulation.engine_costs import BLACKWELL, HOPPER, EngineCosts, costs_of, load_costs
-from topoplan.simulation.windows import joint_blocks
-from topoplan.topology import Device, Topology
+from topoplan.machine.topology import Device, Topology
+from topoplan.model.window_engine import BLACKWELL, HOPPER, EngineCosts, costs_of, joint_blocks, load_costs
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 import topoplan
 from tests.bench.gossip import rules, trained, two_servers
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.simulation.gossip import (
+from topoplan.model.asynchronous_training import (
     checked_probabilities,
     mixing_matrix,
     mixing_weights,

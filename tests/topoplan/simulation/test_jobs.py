@@ -10,11 +10,10 @@ import pytest
 
 from tests.support.known_jobs import LOADS, alike, crux_one, crux_two, early_stages, open_shop, random_jobs
 from topoplan.errors import UsageError
-from topoplan.simulation.fluid import Outcome, run_jobs
-from topoplan.simulation.jobs import Job, JobSet, Stage
-from topoplan.simulation.policies import (
+from topoplan.model.fluid_simulation import PolicyRun, run_jobs
+from topoplan.model.job_policies import (
     POLICIES,
-    Turn,
+    CircleArc,
     circle_shifts,
     compress,
     in_order,
@@ -22,9 +21,10 @@ from topoplan.simulation.policies import (
     policy_named,
     primal_dual_order,
 )
+from topoplan.model.jobs import JobStage, TrainingJob, Workload
 
 
-def under(name: str, jobs: JobSet) -> Outcome:
+def under(name: str, jobs: Workload) -> PolicyRun:
     return run_jobs(jobs, POLICIES[name])
 
 
@@ -103,8 +103,10 @@ def test_compression_is_the_best_cut() -> None:
 
 def test_few_queues_share_a_level() -> None:
     """Three jobs on a wire in two queues: one conflict is left to fair shares."""
-    stages = [Stage(3, compute, {"wire": 1e9}) for compute in (1.0, 2.0, 4.0)]
-    jobs = JobSet({"wire": 1.0}, tuple(Job(str(n), (stage,), gpus=8) for n, stage in enumerate(stages)))
+    stages = [JobStage(3, compute, {"wire": 1e9}) for compute in (1.0, 2.0, 4.0)]
+    jobs = Workload(
+        {"wire": 1.0}, tuple(TrainingJob(str(n), (stage,), gpus=8) for n, stage in enumerate(stages))
+    )
     every, two, one = (run_jobs(jobs, policy_named("crux", queues=queues)) for queues in (3, 2, 1))
     assert [outcome.order[0] for outcome in (every, two) if outcome.order] == [2, 2]
     assert [run.stages for run in one.runs] == [run.stages for run in under("fair", jobs).runs]
@@ -139,7 +141,7 @@ def test_growing_shares_part_two_jobs() -> None:
 
 def test_starts_on_a_circle_part_two_jobs() -> None:
     """Together 0.55 of 1; half a turn apart 1, and every iteration takes as long as alone."""
-    pair = [Turn(200, 110, 90, 1.0)] * 2
+    pair = [CircleArc(200, 110, 90, 1.0)] * 2
     assert (interleaving(pair, [0, 0]), interleaving(pair, [0, 100])) == (0.55, 1.0)
     jobs = alike(2, 110.0, 90.0, apart=0.0)
     assert 90 <= circle_shifts(jobs)[1] <= 110
@@ -150,12 +152,12 @@ def test_starts_on_a_circle_part_two_jobs() -> None:
 
 
 def test_shifts_follow_a_chain_of_links_and_refuse_a_loop() -> None:
-    stage = {link: Stage(2, 1.0, dict.fromkeys(link, 1e9)) for link in ("x", "xy", "y", "yz", "xz")}
+    stage = {link: JobStage(2, 1.0, dict.fromkeys(link, 1e9)) for link in ("x", "xy", "y", "yz", "xz")}
     links = dict.fromkeys("xyz", 1.0)
-    chain = JobSet(links, tuple(Job(name, (stage[name],)) for name in ("x", "xy", "y")))
+    chain = Workload(links, tuple(TrainingJob(name, (stage[name],)) for name in ("x", "xy", "y")))
     for run in run_jobs(chain, POLICIES["cassini"]).runs:
         assert run.iterations == pytest.approx([2, 2])
-    loop = JobSet(links, tuple(Job(name, (stage[name],)) for name in ("xy", "yz", "xz")))
+    loop = Workload(links, tuple(TrainingJob(name, (stage[name],)) for name in ("xy", "yz", "xz")))
     with pytest.raises(UsageError, match=r"without a loop, and .* share z and meet elsewhere too"):
         circle_shifts(loop)
 
@@ -183,7 +185,7 @@ def test_random_runs_keep_bytes_and_capacities(name: str) -> None:
     assert looped < 150
 
 
-def recount(outcome: Outcome) -> None:
+def recount(outcome: PolicyRun) -> None:
     jobs = outcome.jobs
     for link, capacity in jobs.links.items():
         flows = [flow for flow in outcome.flows if flow.link == link]
@@ -208,7 +210,7 @@ def recount(outcome: Outcome) -> None:
         assert run.end <= (jobs.horizon or run.end)
 
 
-def has_loop(jobs: JobSet) -> bool:
+def has_loop(jobs: Workload) -> bool:
     """Whether jobs and the links that several share form a loop, sets of jobs being taken once."""
     members: dict[frozenset[int], str] = {}
     for link in jobs.links:

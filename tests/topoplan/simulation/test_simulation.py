@@ -16,21 +16,19 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.known_answers import blink_figure
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.closed_form import pipeline, simulate
+from topoplan.model.dataflow import LAUNCH, START_UP, dataflow, device_kinds, link_latency
+from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
+from topoplan.model.times_by_size import crossover, format_table, sweep
 from topoplan.plans.build import build_plan, trivial_plan
-from topoplan.plans.certificates import Cut, Partition
+from topoplan.plans.certificates.certificate import Cut, Partition
 from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Edge, Shard, Stage
-from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.alpha_beta import pipeline
-from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.events import Run, chrome_trace, run_events
-from topoplan.simulation.latency import LAUNCH, START_UP, device_kinds, link_latency
-from topoplan.simulation.model import simulate
-from topoplan.simulation.table import crossover, format_table, sweep
-from topoplan.topology import Device, Link, Topology
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.schedules.binary_trees import double_binary_tree
+from topoplan.schedules.ring import ring
 from topoplan.units import bus_factor, parse_size
 
 ALPHA = START_UP["nvlink"]
@@ -110,7 +108,7 @@ def forests(draw: st.DrawFn) -> Plan:
     return forest(fabric, "allreduce", shards)
 
 
-def arrivals(run: Run) -> dict[tuple[int, int, int, int, int], float]:
+def arrivals(run: SimulatedRun) -> dict[tuple[int, int, int, int, int], float]:
     """When each chunk of a hop had crossed its last link."""
     ends: dict[tuple[int, int, int, int, int], float] = {}
     for item in run.transfers:

@@ -8,17 +8,16 @@ import pytest
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.topology import Topology
+from topoplan.model import event_simulation
+from topoplan.model.closed_form import clock, simulate
+from topoplan.model.dataflow import dataflow
+from topoplan.model.event_simulation import run_events
+from topoplan.plans.permutation_groups import orbits
 from topoplan.plans.plan import Plan
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Shard
-from topoplan.simulation import events
-from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.events import run_events
-from topoplan.simulation.model import clock, simulate
-from topoplan.symmetry.permutation_groups import orbits
-from topoplan.symmetry.search import find_symmetry
-from topoplan.topology import Topology
+from topoplan.plans.shards import ImageShards, Shard
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 SIZES = (1 << 10, 1 << 20, 100_000_007, 1 << 30)
 
@@ -102,6 +101,6 @@ def test_events_of_too_many_images_are_refused_before_they_are_made() -> None:
     assert len(flow.hops) == 1023
     assert flow.counts == (1024,)
     transfers = 1024 * sum(len(hop.links) for hop in flow.hops)
-    assert transfers > events.MAX_TRANSFERS
+    assert transfers > event_simulation.MAX_TRANSFERS
     with pytest.raises(UsageError, match=f"{transfers} chunk transfers"):
         run_events(plan, nbytes=1 << 10)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.checkout import Run
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.choice.time_limits import chain_limits
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.chain_limits import Groups, Heights, crossings_of, limit_from_object
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.model.candidates import chain_limits
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.times_by_size import TimeBound, check_times, time_bound
+from topoplan.plans.chain_limits import GroupLimit, HeightLimit, crossings_of, limit_from_object
 from topoplan.plans.size_plans import SizePlans
-from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.simulation.time_bound import TimeBound, check_times, time_bound
-from topoplan.topology import Topology
 from topoplan.units import TOLERANCE
 
 HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
@@ -98,7 +98,7 @@ def test_where_one_shot_ends_now() -> None:
 )
 def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> None:
     """Every schedule of random machines at every tested size."""
-    from topoplan.choice import choose_by_size
+    from topoplan.model.schedule_selection import choose_by_size
 
     choice = choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26])
     if choice.bound is None or len(choice.plans.ranks) == 1:
@@ -113,7 +113,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
 def test_no_library_candidate_is_below_the_bound(name: str, collective: str) -> None:
-    from topoplan.choice import choose_by_size
+    from topoplan.model.schedule_selection import choose_by_size
 
     choice = choose_by_size(topoplan.load(name), collective)
     assert choice.bound is not None
@@ -130,9 +130,9 @@ def test_what_a_chain_of_some_length_can_do() -> None:
     assert crossings_of(3.0, float("inf"), 1.5, two=False) == "direct"
 
 
-def dgx_bound(limit: Groups | Heights) -> Fraction:
+def dgx_bound(limit: GroupLimit | HeightLimit) -> Fraction:
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    from topoplan.simulation.time_bound import least_start_ups
+    from topoplan.model.times_by_size import least_start_ups
 
     return limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
 
@@ -140,16 +140,16 @@ def dgx_bound(limit: Groups | Heights) -> Fraction:
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
-        (Groups(4e-5, "ranks", ("gpu0",)), "may hop between groups more than once"),
-        (Groups(1e-5, "sides", ("gpu0", "nobody")), "names device 'nobody'"),
-        (Groups(1e-5, "servers", ("gpu0",)), "parts the ranks of a group"),
-        (Groups(1e-5, "ranks", ()), "nothing must leave"),
-        (Heights(4e-5, 2, (("gpu0", "gpu1", 1),)), "may have more than 2 hops"),
-        (Heights(1e-5, 2, ()), "have no length"),
-        (Heights(1e-5, 2, (("gpu0", "gpu1", -1),)), "must be whole numbers from 0 on"),
+        (GroupLimit(4e-5, "ranks", ("gpu0",)), "may hop between groups more than once"),
+        (GroupLimit(1e-5, "sides", ("gpu0", "nobody")), "names device 'nobody'"),
+        (GroupLimit(1e-5, "servers", ("gpu0",)), "parts the ranks of a group"),
+        (GroupLimit(1e-5, "ranks", ()), "nothing must leave"),
+        (HeightLimit(4e-5, 2, (("gpu0", "gpu1", 1),)), "may have more than 2 hops"),
+        (HeightLimit(1e-5, 2, ()), "have no length"),
+        (HeightLimit(1e-5, 2, (("gpu0", "gpu1", -1),)), "must be whole numbers from 0 on"),
     ],
 )
-def test_what_proves_nothing_is_refused(limit: Groups | Heights, told: str) -> None:
+def test_what_proves_nothing_is_refused(limit: GroupLimit | HeightLimit, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         dgx_bound(limit)
 

@@ -6,7 +6,7 @@ import pytest
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.simulation.volumes import NETWORKS, best_cut, volume
+from topoplan.model.jobs import NETWORKS, best_cut, volume
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.degraded import slow_links
+from topoplan.machine.variants import slow_links
+from topoplan.model.dataflow import dataflow
+from topoplan.model.window_engine import (
+    BLACKWELL,
+    CHUNKS,
+    HOPPER,
+    SMALL_BYTES,
+    EngineCosts,
+    WindowsClock,
+    kernel_steps,
+)
 from topoplan.plans.plan import Plan
-from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.engine_costs import BLACKWELL, HOPPER, EngineCosts
-from topoplan.simulation.windows import CHUNKS, SMALL_BYTES, WindowsClock, kernel_steps
+from topoplan.plans.shards import ImageShards
 from topoplan.units import TOLERANCE
 
 MIB = 1 << 20

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import both_ways, direct_machines, machine, switched_machines
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.symmetry.permutation_groups import (
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.permutation_groups import (
     equitable_partition,
     group_elements,
     group_order,
@@ -25,7 +26,6 @@ from topoplan.symmetry.permutation_groups import (
     link_permutation,
     orbits,
 )
-from topoplan.topology import Device, Link, Topology
 
 FEW = st.sampled_from([1.0, 2.0])
 """Few different bandwidths, so that small machines have symmetries."""

@@ -21,18 +21,18 @@ from tests.support.regular_fabrics import CHANNELS, cluster, hybrid_cubes, libra
 from tests.support.small_fabrics import direct_machines, switched_machines
 from tests.topoplan.symmetry.test_symmetry import all_automorphisms
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.labelled_graph import wiring_of
-from topoplan.symmetry.permutation_groups import (
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.machine.topology import Device, Topology
+from topoplan.plans.permutation_groups import (
     equitable_partition,
     group_order,
     is_automorphism,
     link_orbits,
     orbits,
 )
-from topoplan.symmetry.search import find_symmetry
-from topoplan.symmetry.subgroup_choice import useful_links
-from topoplan.topology import Device, Topology
+from topoplan.solve.symmetry.subgroup_choice import useful_links
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 
 def found(fabric: Fabric, **options: int) -> tuple[int, int, int]:
@@ -44,7 +44,7 @@ def found(fabric: Fabric, **options: int) -> tuple[int, int, int]:
     order = group_order(generators, options.get("largest", 4 * fabric.size))
     assert order is not None
     ranks = orbits(len(fabric.nodes), generators)[: fabric.size]
-    links = link_orbits(fabric, generators)[useful_links(wiring_of(fabric))]
+    links = link_orbits(fabric, generators)[useful_links(labelled_graph_of(fabric))]
     return order, len(set(ranks.tolist())), len(set(links.tolist()))
 
 
@@ -209,7 +209,7 @@ def test_the_same_generators_in_every_process() -> None:
     """Four hash seeds, on fabrics that take all roads: blocks, inside of blocks, all automorphisms, twins."""
     code = (
         "import hashlib, numpy as np, tests.support.regular_fabrics as t\n"
-        "from topoplan.symmetry.search import find_symmetry\n"
+        "from topoplan.solve.symmetry.symmetry_search import find_symmetry\n"
         "fabrics = [t.cluster([8] * 4, rails=1, servers_per_leaf=2, spines=4), t.hybrid_cubes(3),"
         " t.cluster([7, 8, 8, 8], rails=1), t.library('nvlink-x4'), t.shuffled(t.cluster([8] * 4), 1, names=False)]\n"
         "found = [each.astype('<i8').tobytes() for fabric in fabrics for each in find_symmetry(fabric)]\n"
@@ -245,5 +245,5 @@ def test_no_group_is_larger_than_a_table_of_its_elements(monkeypatch: pytest.Mon
     """Of 8192 GPUs not all 8192 elements can be listed; here, of 32 GPUs, no more than ten."""
     fabric = cluster([8] * 4)
     assert found(fabric)[0] == 32
-    monkeypatch.setattr("topoplan.symmetry.search.LARGEST_TABLE", 10 * len(fabric.nodes))
+    monkeypatch.setattr("topoplan.solve.symmetry.symmetry_search.LARGEST_TABLE", 10 * len(fabric.nodes))
     assert 1 < found(fabric)[0] <= 10

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import height_of, parents_of_trees
-from topoplan.columns.pricing import Pricing, length_of
-from topoplan.columns.problem import Packing
-from topoplan.plans import Fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.forest_length import arborescence_length
-from topoplan.trees.arborescence import cheapest_arborescence, cheapest_spanning_tree
-from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
+from topoplan.plans.minimum_trees import (
+    UNREACHABLE,
+    HopLimitedTrees,
+    cheapest_arborescence,
+    cheapest_spanning_tree,
+)
+from topoplan.solve.packing.packing_program import Packing, Pricing, length_of
 
 Matrix = list[list[int]]
 

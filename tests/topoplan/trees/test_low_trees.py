@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 import topoplan
 from tests.support.small_fabrics import both_ways, machine
-from topoplan.columns.problem import Packing
-from topoplan.plans import Fabric, Plan
-from topoplan.simplex.random_numbers import Stream
-from topoplan.topology import Topology
-from topoplan.trees.arborescence import cheapest_arborescence
-from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
-from topoplan.trees.hop_constrained_search import low_arborescence, low_arborescences, lowest_heights
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.minimum_trees import UNREACHABLE, HopLimitedTrees, cheapest_arborescence
+from topoplan.plans.plan import Plan
+from topoplan.solve.hop_constrained_search import low_arborescence, low_arborescences, lowest_heights
+from topoplan.solve.packing.packing_program import Packing
+from topoplan.solve.search_control import RandomStream
 
 Costs = NDArray[np.int64]
 
@@ -171,8 +171,8 @@ def test_roots_together_give_the_trees_of_each_alone_and_effort_never_costs(
 def test_another_state_of_the_stream_gives_another_tree_of_the_same_cost() -> None:
     """Behind one switch all trees cost the same: many are found, and the same ones from the same state."""
     cost = np.ones((16, 16), dtype=np.int64)
-    trees = [low_arborescence(cost, 0, 2, stream=Stream(seed)) for seed in range(8)]
-    assert trees == [low_arborescence(cost, 0, 2, stream=Stream(seed)) for seed in range(8)]
+    trees = [low_arborescence(cost, 0, 2, stream=RandomStream(seed)) for seed in range(8)]
+    assert trees == [low_arborescence(cost, 0, 2, stream=RandomStream(seed)) for seed in range(8)]
     assert len({tuple(tree) for tree in trees if tree}) > 4
     assert {total(cost, tree) for tree in trees if tree} == {15}
 

@@ -3,27 +3,35 @@
 from topoplan.plans.certificates.certificate import (
     Certificate,
     Channels,
+    Cut,
+    Lengths,
     OneFabric,
+    Partition,
+    Trivial,
     certificate_from_object,
     explain_certificate,
 )
-from topoplan.plans.certificates.exchange import Demand
-from topoplan.plans.certificates.one_fabric import Cut, Lengths, Partition, Trivial
-from topoplan.plans.certificates.sparse import BetweenServers, Entries, InsideServer, Sparse
+from topoplan.plans.certificates.exchange import (
+    BetweenServersBound,
+    Demand,
+    EntryBound,
+    InsideServerBound,
+    SparseCertificate,
+)
 from topoplan.plans.certificates.steiner import Steiner
 
 __all__ = [
-    "BetweenServers",
+    "BetweenServersBound",
     "Certificate",
     "Channels",
     "Cut",
     "Demand",
-    "Entries",
-    "InsideServer",
+    "EntryBound",
+    "InsideServerBound",
     "Lengths",
     "OneFabric",
     "Partition",
-    "Sparse",
+    "SparseCertificate",
     "Steiner",
     "Trivial",
     "certificate_from_object",

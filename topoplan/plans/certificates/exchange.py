@@ -1,46 +1,59 @@
-"""What bounds an all-to-all: lengths under which everything that is sent is so far from where it must go.
+"""Certificates of plans that exchange: the blocks of an all-to-all, and the entries of sparse plans.
 
-For every byte of the buffer, D(s, d) bytes go from rank s to rank d. Their way is never shorter than the distance, so
-whatever the paths, rate <= sum of c(e) y(e) / sum of D(s, d) distance(s, d), the dual of the concurrent flow problem
-(Shahrokhi and Matula 1990, section 2). With length 1 on the links out of a device set it is the bound of a cut. Where
-all pairs exchange alike, D = 1 / N; a `Demand` states another one, beside a certificate that gives the lengths.
+`Demand`: for every byte of the buffer D(s, d) bytes go from rank s to rank d. A path is never shorter than the
+distance, so rate <= sum of c(e) y(e) / sum of D(s, d) distance(s, d), the dual of the concurrent flow problem
+(Shahrokhi and Matula 1990, section 2). With length 1 on the links out of a device set it is the bound of a cut. If
+all pairs exchange alike, D = 1 / N; a `Demand` states another D, beside a certificate that gives the lengths.
+
+- `EntryBound`: each stage moves entries of one size, so the bound of elements, divided by that size.
+- `InsideServerBound`: elements are summed inside servers, and none sums faster than its own links allow.
+- `BetweenServersBound`: the entries of every server must leave any set of servers, once for each server in it.
+
+`SparseCertificate.suppose` refuses plans of other kinds: `EntryBound` holds if each stage moves entries, the others
+if elements stay inside servers and the entries of each server are exchanged once.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from math import lcm
 from typing import ClassVar, Self
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
 from topoplan.plans.certificates.certificate import (
     Certificate,
+    Cut,
     OneFabric,
     capacity_of,
-    number_words,
+    format_number,
+    format_set,
+    leaving,
+    node_set,
     read_one_fabric,
-    registered,
+    register_certificate,
 )
 from topoplan.plans.certificates.forest_length import exchange_length
-from topoplan.plans.certificates.one_fabric import Cut
-from topoplan.plans.json_values import read_list, read_whole
-from topoplan.plans.tree import Shard
-from topoplan.units import format_seconds
+from topoplan.plans.json_values import read_fraction, read_list, read_text, read_texts, read_whole
+from topoplan.plans.shards import Shard, Stage, shard_counts
+from topoplan.units import format_seconds, shown
 
-Bytes = tuple[tuple[int, ...], ...]
+DemandMatrix = tuple[tuple[int, ...], ...]
 """What row sends to column."""
 
 
-@registered
+@register_certificate
 @dataclass(frozen=True, slots=True)
 class Demand(Certificate):
     """A certificate for an all-to-all whose pairs exchange different numbers of bytes; row sends to column."""
 
     kind: ClassVar[str] = "demand"
-    demand: Bytes
+    demand: DemandMatrix
     certificate: OneFabric
 
     @property
@@ -69,13 +82,13 @@ class Demand(Certificate):
         size = len(self.demand)
         carried = [[Fraction(0)] * size for _ in range(size)]
         for shard in shards:
-            source, destination = ends_of(shard)
+            source, destination = path_ends(shard)
             carried[source][destination] += shard.share
         for source, row in enumerate(carried):
             for destination, share in enumerate(row):
                 if share * self.buffer != self.demand[source][destination]:
                     raise PlanError(
-                        f"carries {number_words(share * self.buffer)} bytes to rank {destination} instead of the "
+                        f"carries {format_number(share * self.buffer)} bytes to rank {destination} instead of the "
                         f"{self.demand[source][destination]} that the certificate's demand states",
                         rank=source,
                     )
@@ -92,10 +105,10 @@ class Demand(Certificate):
         least = f"{format_seconds(float(self.seconds(bound)))} at least"
         if isinstance(self.certificate, Cut):
             crossing = self.certificate.crossing_words(fabric, collective)
-            return f"{crossing}, and {number_words(needed)} bytes must: {least}"
+            return f"{crossing}, and {format_number(needed)} bytes must: {least}"
         return (
-            f"{sum(map(bool, lengths))} links, weighted by their dual lengths, carry {number_words(capacity)} GB/s, "
-            f"and the demand takes {number_words(needed)} bytes of that weight: {least}"
+            f"{sum(map(bool, lengths))} links, weighted by their dual lengths, carry {format_number(capacity)} GB/s, "
+            f"and the demand takes {format_number(needed)} bytes of that weight: {least}"
         )
 
     def to_object(self) -> dict[str, object]:
@@ -119,7 +132,7 @@ class Demand(Certificate):
             raise PlanError("the certificate's demand must be zero or more bytes, and some above")
 
 
-def ends_of(shard: Shard) -> tuple[int, int]:
+def path_ends(shard: Shard) -> tuple[int, int]:
     """Source and destination of a shard of an all-to-all.
 
     Raises
@@ -138,3 +151,263 @@ def ends_of(shard: Shard) -> tuple[int, int]:
             raise PlanError(f"branches at rank {edge.parent}; a block of an alltoall takes a path")
         at = edge.child
     return stage.root, at
+
+
+LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
+"""Bytes of entries for each byte of a shard, beyond which none are meant."""
+
+
+class SparseCertificate(Certificate):
+    """What bounds a plan that moves entries."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        """Hold shards, whose trees are trees and which all take the same rounds, to what the bound takes for granted.
+
+        Raises
+        ------
+        PlanError
+            The bound speaks of other plans.
+        """
+
+
+class ServerBound(SparseCertificate):
+    """What speaks of plans that sum elements inside servers, and exchange the entries of each server once."""
+
+    __slots__ = ()
+
+    @property
+    def least(self) -> Fraction:
+        """Bytes of entries, for each byte of the shard, that the exchange moves at least."""
+        return Fraction(0)
+
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        kinds = [kind for kind, _ in groupby(stage.kind for stage in shards[0].stages)]
+        if kinds != ["elements", "gather", "elements"]:
+            raise PlanError(
+                f"takes the rounds {', '.join(kinds)}, and the bound holds for elements, one exchange, and elements"
+            )
+        servers = FabricServers(fabric)
+        home = {device.name: device.server for device in fabric.topology.devices}
+        # every image too: a symmetry may take a server to several
+        for number, shard in enumerate(shards):
+            _check_phases(shard, number, self.least, servers, home)
+
+
+@register_certificate
+@dataclass(frozen=True, slots=True)
+class EntryBound(SparseCertificate):
+    """A certificate for elements, of a plan on which only entries move: so many bytes for a byte of the shard."""
+
+    kind: ClassVar[str] = "entries"
+    entries: Fraction
+    certificate: OneFabric
+
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        """Every stage moves entries, and no rank sends its own twice."""
+        for number, (shard, _) in enumerate(shard_counts(shards)):
+            _check_all_entries(shard, number, self.entries)
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        check_entries(self.entries)
+        return self.certificate.bound(fabric, collective, root) / self.entries
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        told = self.certificate.words(fabric, collective, root)
+        return f"a byte of the buffer is {format_number(self.entries)} bytes of entries, and of these {told}"
+
+    def to_object(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "entries": str(self.entries),
+            "certificate": self.certificate.to_object(),
+        }
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        return cls(_read_entries(value), read_one_fabric(value, "entries"))
+
+
+@register_certificate
+@dataclass(frozen=True, slots=True)
+class InsideServerBound(ServerBound):
+    """A server, and a certificate for the allreduce of its own ranks over its own links."""
+
+    kind: ClassVar[str] = "inside server"
+    server: str
+    certificate: OneFabric
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        return self.certificate.bound(self._alone(fabric), "allreduce", None)
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        return f"inside {self.server} {self.certificate.words(self._alone(fabric), 'allreduce', None)}"
+
+    def _alone(self, fabric: Fabric) -> Fabric:
+        """The fabric of the server."""
+        for server, alone in FabricServers(fabric).alone():
+            if server == self.server:
+                return Fabric(alone.topology, inside_channels(fabric))
+        raise PlanError(f"the certificate names server {self.server!r}, which has no two ranks of this plan")
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "server": self.server, "certificate": self.certificate.to_object()}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        server = read_text(value.get("server"), "certificate: server")
+        return cls(server, read_one_fabric(value, "a server"))
+
+
+@register_certificate
+@dataclass(frozen=True, slots=True)
+class BetweenServersBound(ServerBound):
+    """Devices, among them all ranks of some servers and none of the others, that the chosen entries have to leave."""
+
+    kind: ClassVar[str] = "between servers"
+    entries: Fraction
+    side: tuple[str, ...]
+
+    @property
+    def least(self) -> Fraction:
+        return self.entries
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        """Every server on the side sends what it has chosen to the others: once for each it must cross the border."""
+        check_entries(self.entries)
+        side = node_set(self.side, fabric)
+        servers = FabricServers(fabric)
+        inside = 0
+        for name, members in zip(servers.names, servers.members, strict=True):
+            within = sum(rank in side for rank in members.tolist())
+            if 0 < within < len(members):
+                raise PlanError(
+                    f"the certificate's side holds {within} of the {len(members)} ranks of {name}"
+                )
+            inside += within > 0
+        if not 0 < inside < len(servers.names):
+            raise PlanError("the certificate's side must hold at least one server and leave out at least one")
+        return capacity_of(leaving(side, fabric), fabric) / (self.entries * inside)
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        side = set(self.side)
+        crossing = format_number(capacity_of(leaving(node_set(side, fabric), fabric), fabric))
+        home = {device.name: device.server for device in fabric.topology.devices}
+        within = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name in side))
+        others = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name not in side))
+        verb, names = ("leave", within) if len(within) <= len(others) else ("enter", others)
+        return (
+            f"only {crossing} GB/s {verb} {format_set(names)}, and the entries of {len(within)} servers must, "
+            f"{format_number(self.entries)} bytes each for a byte of the buffer"
+        )
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "entries": str(self.entries), "side": list(self.side)}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        return cls(_read_entries(value), read_texts(value.get("side"), "certificate: side"))
+
+
+def inside_channels(fabric: Fabric) -> tuple[str, ...]:
+    """The channels of a fabric over which elements of sparse plans may move."""
+    return tuple(channel for channel in fabric.channels if channel != "network")
+
+
+def check_entries(entries: Fraction) -> None:
+    """Refuse a size of entries that no exchange has.
+
+    Raises
+    ------
+    PlanError
+        It is not between `LEAST_ENTRIES` and `MOST_ENTRIES`.
+    """
+    if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
+        raise PlanError(
+            f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
+            f"{MOST_ENTRIES}"
+        )
+
+
+def _read_entries(value: dict[str, object]) -> Fraction:
+    entries = read_fraction(value.get("entries"), "certificate: entries")
+    if entries <= 0:
+        raise PlanError(f"certificate: entries of {entries} must be above zero")
+    return entries
+
+
+def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:
+    """Entries are summed up trees on which no rank sends twice, and then handed down."""
+    sent: set[int] = set()
+    falling = False
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather" or stage.entries is None or stage.entries < least:
+            raise PlanError(
+                f"{stage.op}s {shown(stage.weight)} bytes for a byte of the shard, and the bound holds for trees on "
+                f"which {shown(least)} bytes of entries move",
+                shard=number,
+                stage=position,
+            )
+        falling = falling or stage.op == "broadcast"
+        for edge in reversed(stage.top_down()) if stage.op == "reduce" else ():
+            if falling or {edge.child, edge.parent} & sent:
+                raise PlanError(
+                    "sums entries of which a rank has sent its own already; they would count twice",
+                    shard=number,
+                    stage=position,
+                    rank=edge.child,
+                )
+            sent.add(edge.child)
+
+
+def _check_phases(
+    shard: Shard, number: int, least: Fraction, servers: FabricServers, home: dict[str, str]
+) -> None:
+    """Elements are summed at one owner in each server, who exchanges entries with the others and hands elements out."""
+    gathers = [stage for stage in shard.stages if stage.op == "gather"]
+    owner = {int(servers.of_rank[stage.root]): stage.root for stage in gathers}
+    if len(owner) < len(gathers) or len(owner) < len(servers.names):
+        raise PlanError(
+            f"{len(gathers)} ranks gather for {len(servers.names)} servers, and the bound holds for one of each",
+            shard=number,
+        )
+    exchanged = False
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather":
+            exchanged = True
+            fault = _exchange_fault(stage, least, servers, owner)
+        else:
+            fault = _inside_fault(stage, "broadcast" if exchanged else "reduce", servers, owner, home)
+        if fault:
+            raise PlanError(fault, shard=number, stage=position)
+
+
+def _exchange_fault(stage: Stage, least: Fraction, servers: FabricServers, owner: dict[int, int]) -> str:
+    if stage.weight < least:
+        return (
+            f"gathers {shown(stage.weight)} bytes of entries for a byte of the shard, and the bound supposes "
+            f"{shown(least)}"
+        )
+    for edge in stage.edges:
+        server = int(servers.of_rank[edge.child])
+        if owner[server] != edge.child:
+            return f"gathers at rank {edge.child}, and the owner in {servers.names[server]} is rank {owner[server]}"
+    return ""
+
+
+def _inside_fault(
+    stage: Stage, op: str, servers: FabricServers, owner: dict[int, int], home: dict[str, str]
+) -> str:
+    if stage.entries is not None:
+        return f"{stage.op}s entries, and the bound holds where elements move inside servers"
+    if stage.op != op:
+        return f"{stage.op}s where only a {op} has its place, before or after the exchange"
+    server = int(servers.of_rank[stage.root])
+    if owner[server] != stage.root:
+        return f"{stage.op}s at rank {stage.root}, and the owner in {servers.names[server]} is rank {owner[server]}"
+    for edge in stage.edges:
+        if edge.channel == "network" or len({home.get(device, "") for device in edge.route}) > 1:
+            return f"the route {'-'.join(edge.route)} leaves its server, and the bound holds where elements stay inside"
+    return ""

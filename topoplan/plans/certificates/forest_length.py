@@ -1,7 +1,7 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
 This is what makes a bound of any lengths (`topoplan.plans.certificates.Lengths`): distances between ranks over any
-routes (`topoplan.clusters.transit`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds
+routes (`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds
 1967), in whole numbers of any size. Devices that are at distance zero from each other both ways are one: a server whose
 inner links have no length counts as a single vertex.
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
+from topoplan.machine.fabric import Fabric
 
 MOST_VERTICES = 512
 """Ranks, those at distance zero being one, beyond which a forest's length is bounded from below, not computed."""
@@ -28,7 +28,7 @@ MOST_VERTICES = 512
 _WORD = 1 << 61
 """Sums up to here are computed in machine words, larger ones in Python integers."""
 
-Arcs = dict[int, dict[int, int]]
+ArcLengths = dict[int, dict[int, int]]
 Table = NDArray[np.int64] | NDArray[np.object_]
 
 
@@ -58,7 +58,7 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     if collective == "alltoall":
         ones = ((1,) * fabric.size,) * fabric.size
         return exchange_length(fabric, length, ones) / fabric.size
-    part, arcs = contracted(fabric, length)
+    part, arcs = contracted_graph(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
     place = {vertex: number for number, vertex in enumerate(where)}
     counts = [0] * len(where)
@@ -99,7 +99,7 @@ def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequ
     >>> exchange_length(fabric, [1] * len(fabric.links), [[1] * 4] * 4)
     Fraction(12, 1)
     """
-    part, arcs = contracted(fabric, length)
+    part, arcs = contracted_graph(fabric, length)
     total = 0
     wanted: dict[int, dict[int, int]] = {}
     for source, row in enumerate(demand):
@@ -116,10 +116,10 @@ def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequ
     return Fraction(total)
 
 
-def contracted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
+def contracted_graph(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], ArcLengths]:
     """The part of every state of the fabric's graph of routes, and the shortest links between parts."""
-    part = zero_parts(fabric, length)
-    arcs: Arcs = {}
+    part = zero_length_components(fabric, length)
+    arcs: ArcLengths = {}
     graph = fabric.route_graph
     for (src, dst), link in zip(graph.ends, graph.links, strict=True):
         a, b, y = part[src], part[dst], length[link]
@@ -130,25 +130,25 @@ def contracted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
 
 
 def _forest_at_least(
-    arcs: Arcs, where: Sequence[int], counts: Sequence[int], collective: str, root: int | None
+    arcs: ArcLengths, where: Sequence[int], counts: Sequence[int], collective: str, root: int | None
 ) -> Fraction:
     """A length that no forest undercuts: every vertex but the root is entered from the nearest one, or left to it."""
-    backwards: Arcs = {}
+    backwards: ArcLengths = {}
     for src, row in arcs.items():
         for dst, y in row.items():
             backwards.setdefault(dst, {})[src] = y
     entered, left = _nearest(arcs, where), _nearest(backwards, where)
     if collective == "broadcast":
-        return Fraction(sum(entered) - entered[known_root(root)])
+        return Fraction(sum(entered) - entered[checked_root(root)])
     if collective == "reduce":
-        return Fraction(sum(left) - left[known_root(root)])
+        return Fraction(sum(left) - left[checked_root(root)])
     if collective == "allreduce":
         return Fraction(sum(entered) + sum(left) - max(map(add, entered, left)))
     near = entered if collective == "allgather" else left
     return sum(near) - Fraction(sum(map(mul, near, counts)), sum(counts))
 
 
-def _nearest(arcs: Arcs, where: Sequence[int]) -> list[int]:
+def _nearest(arcs: ArcLengths, where: Sequence[int]) -> list[int]:
     """Distance of every vertex from the nearest other one of a set: one search that keeps two sources per node."""
     known: dict[int, dict[int, int]] = {}
     heap = [(0, start, start) for start in where]
@@ -171,7 +171,7 @@ def _nearest(arcs: Arcs, where: Sequence[int]) -> list[int]:
     return near
 
 
-def distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
+def distances(arcs: ArcLengths, start: int, ends: Sequence[int]) -> list[int]:
     """Distance from one vertex to some, -1 where there is no way."""
     best = {start: 0}
     heap = [(0, start)]
@@ -186,7 +186,7 @@ def distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
     return [best.get(end, -1) for end in ends]
 
 
-def zero_parts(fabric: Fabric, length: Sequence[int]) -> list[int]:
+def zero_length_components(fabric: Fabric, length: Sequence[int]) -> list[int]:
     """For every state of the graph of routes the first that it reaches, and is reached from, over links of length zero.
 
     Strongly connected components by two depth-first searches (Kosaraju 1978).
@@ -248,9 +248,9 @@ def cheapest_forest(
     down = _table(distance)
     up: Table = down.T.copy()
     if collective == "broadcast":
-        return Fraction(arborescence_of(down, known_root(root)))
+        return Fraction(arborescence_of(down, checked_root(root)))
     if collective == "reduce":
-        return Fraction(arborescence_of(up, known_root(root)))
+        return Fraction(arborescence_of(up, checked_root(root)))
     if collective in ("allgather", "reduce_scatter"):
         weights = [1] * size if counts is None else list(counts)
         table = down if collective == "allgather" else up
@@ -341,7 +341,7 @@ def arborescence_of(distance: Table, root: int) -> int:
     return total
 
 
-def known_root(root: int | None) -> int:
+def checked_root(root: int | None) -> int:
     """The root rank of a broadcast or reduce; PlanError where there is none."""
     if root is None:
         raise PlanError("broadcast and reduce need a root rank")

@@ -1,14 +1,14 @@
-"""Lengths where trees may pass devices that are no ranks: helpers that add and copy, switches that copy or add.
+"""Certify bounds for trees that may pass devices other than ranks: helpers, and switches that copy or add.
 
-`Steiner`: any y, as in `topoplan.plans.certificates.one_fabric.Lengths`. L is the length of the lightest forest of the
-collective whose trees span the ranks and may have inner vertices besides: helpers in every tree, and as roots of an
-allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. Where data may be coded
-instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
+`Steiner`: any y, as in `topoplan.plans.certificates.certificate.Lengths`. L is the length of the lightest forest of
+the collective whose trees span the ranks and may have inner vertices besides: helpers in every tree, and as roots
+of an allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. If data may be
+coded instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
 
-For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020). With
-y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all, a star
-around a worker is 4 (n - 1) long up and down, one around a helper 2 (n + n (n - 2) / n), which is as long, and no tree
-is shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
+For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020).
+With y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all, a
+star around a worker is 4 (n - 1) long up and down, one around a helper 2 (n + n (n - 2) / n), which is as long, and
+no tree is shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from typing import ClassVar
 import numpy as np
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificates.certificate import registered
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import Lengths, register_certificate
 from topoplan.plans.certificates.forest_length import (
     Table,
     arborescence_of,
-    contracted,
+    checked_root,
+    contracted_graph,
     distances,
-    known_root,
 )
-from topoplan.plans.certificates.one_fabric import Lengths
-from topoplan.trees.steiner import inner_sets, like_vertices, set_count
+from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
 
 MOST_COMPARED = 4096
 """Sets of inner vertices that are compared for one root; where there are more the certificate proves nothing."""
 
 
-@registered
+@register_certificate
 @dataclass(frozen=True, slots=True)
 class Steiner(Lengths):
     """Lengths of the links, under which a lightest tree may pass helpers and switches."""
@@ -74,7 +73,7 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     PlanError
         A tree cannot span all ranks, or there are too many sets of inner vertices to compare.
     """
-    part, arcs = contracted(fabric, length)
+    part, arcs = contracted_graph(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
     states: dict[str, list[int]] = {}
     for state, node in enumerate(fabric.route_graph.nodes):
@@ -97,16 +96,16 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
         "reduce": _Lightest(table.T.copy(), terminals, sorted(place[v] for v in inner["reduce"])),
     }
     if collective in ("broadcast", "reduce"):
-        found = Fraction(trees[collective].length(place[part[known_root(root)]]))
+        found = Fraction(trees[collective].length(place[part[checked_root(root)]]))
     elif collective in ("allgather", "reduce_scatter"):
         one = trees["broadcast" if collective == "allgather" else "reduce"]
         total = 0
-        for members in like_vertices(table, terminals):
+        for members in equivalent_vertices(table, terminals):
             ranks = sum(place[part[rank]] in members for rank in range(fabric.size))
             total += ranks * one.length(members[0])
         found = Fraction(total, fabric.size)
     else:
-        roots = like_vertices(table, terminals) + like_vertices(
+        roots = equivalent_vertices(table, terminals) + equivalent_vertices(
             table, sorted(place[v] for v in beside(fabric.helpers))
         )
         found = Fraction(
@@ -126,7 +125,7 @@ class _Lightest:
     inner: Sequence[int]
 
     def length(self, root: int) -> int:
-        classes = like_vertices(self.table, [vertex for vertex in self.inner if vertex != root])
+        classes = equivalent_vertices(self.table, [vertex for vertex in self.inner if vertex != root])
         if set_count(classes) > MOST_COMPARED:
             raise PlanError(
                 f"{set_count(classes)} sets of helpers and switches are too many to compare: "

@@ -1,1 +1,0 @@
-"""The kinds of arrays that collectives work on."""

@@ -1,1 +1,0 @@
-"""All ranks of a plan on one GPU."""

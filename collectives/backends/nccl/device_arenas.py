@@ -1,0 +1,675 @@
+"""Allocate arenas in the memory of the ranks' GPUs that the other GPUs of a domain address.
+
+They are NCCL's windows, or else CUDA's own means. A *domain* is a host, or all hosts that NCCL reports as joined by
+NVLink. NCCL's windows belong to a communicator of the domain's own, so that a failure here does not affect the one
+that carries messages. CUDA's means are handles between processes, and within one the addresses themselves. All
+ranks take every step together (`AgreedSteps`); after a failure all of them choose another way, or none, and give
+the same reason.
+
+Addresses are those of kernels; a rank knows no other address of its own memory either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps, describe_failure
+from collectives.backends.nccl.nccl_communicators import (
+    ABORT_SECONDS,
+    NcclCommunicators,
+    short_of_shared_memory,
+)
+from collectives.backends.nccl.nccl_library import (
+    NcclCommunicator,
+    NcclFailed,
+    NcclLibrary,
+    NcclWindow,
+    NcclWindows,
+    describe_library,
+)
+from collectives.peers.control_plane import ControlPlane
+from collectives.peers.shared_memory import RangeAllocator
+from collectives.tables.kernels.compiler import load_kernel
+from collectives.tables.kernels.source import TRY_PEERS, peers_source
+from topoplan.errors import TopoplanError, UsageError
+from topoplan.units import format_size
+
+UNIT = 512
+"""Bytes of which arrays of a region take whole ones."""
+
+ALREADY_ENABLED = 704
+"""CUDA's cudaErrorPeerAccessAlreadyEnabled."""
+
+SPARE = 256 << 20
+"""Bytes of a GPU that a region leaves to others."""
+
+QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
+"""How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
+
+STREAMS = 4
+"""Streams of a rank: one of its arrays, and three of its messages (`lanes`)."""
+
+MPS_ENABLED = 133
+"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: the multi-process service lets kernels of several processes run at
+once."""
+
+TRIAL_SECONDS = 10.0
+"""Time for a peer's stores to be seen, before a region is refused."""
+
+TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
+"""Threads of the kernel that tries the peers, bytes of a rank in an arena, and what the kernel says of a peer whose
+stores have come; as in ``try_peers.cu``."""
+
+NOT_READY = 600
+"""CUDA's cudaErrorNotReady, which is no error."""
+
+PROCESS = secrets.token_hex(8)
+"""Of this process: numbers of processes are alike in several containers of a host."""
+
+_abandoned: list[object] = []
+"""What may still be used by other ranks, or by NCCL, until this process ends."""
+
+
+class ArenaMapping(Protocol):
+    """How the arenas of a domain are reached."""
+
+    kind: str
+
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        """Addresses of all ranks' arenas, the multicast address or 0, and why it is no better; all ranks call it.
+
+        Raises
+        ------
+        AgreedStepFailed
+            It cannot be had.
+        """
+
+    def close(self, steps: AgreedSteps) -> None:
+        """Give everything back, all ranks at this time; else it is left alone until the process ends."""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceArenas:
+    """Arenas of equal length, one of each rank.
+
+    Parameters
+    ----------
+    rank, size : int
+    nbytes : int
+        Of each arena, zero at first.
+    addresses : tuple of int
+        Where kernels of this rank find each rank's arena; 0 in another domain.
+    domains : tuple of int
+        Of each rank, from 0 on in order of their lowest ranks.
+    multicast : int
+        Where kernels find all arenas of this domain at once, for multimem instructions; 0 where they do not.
+    sharing : int
+        Ranks on one GPU at most, which must have their blocks there at once.
+    kind : str
+        "windows", "windows and multicast", "ipc" or "peer access".
+    why : str
+        Why it is no better kind, the same on all ranks; empty where there is none.
+    """
+
+    rank: int
+    size: int
+    nbytes: int
+    addresses: tuple[int, ...]
+    domains: tuple[int, ...]
+    multicast: int
+    sharing: int
+    kind: str
+    why: str
+    _cupy: Any
+    _device: int
+    _mapped: ArenaMapping | None
+    _free: RangeAllocator = field(init=False)
+    _lent: set[int] = field(init=False, default_factory=set)  # changed by finalizers, at any time
+
+    def __post_init__(self) -> None:
+        self._free = RangeAllocator(self.nbytes, unit=UNIT)
+
+    def array(self, nbytes: int) -> Any:
+        """A new array of bytes in this rank's arena, contents undefined; None where there is no more room."""
+        start = self._free.take(nbytes)
+        if start is None:
+            return None
+        cuda = self._cupy.cuda
+        owner = _ArenaPart()
+        self._lent.add(start)
+        weakref.finalize(owner, self._back, start, nbytes).atexit = False
+        memory = cuda.UnownedMemory(self.addresses[self.rank] + start, nbytes, owner, self._device)
+        return self._cupy.ndarray((nbytes,), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
+
+    def offset(self, address: int) -> int:
+        """Where an address lies in this rank's arena; -1 if it does not."""
+        offset = address - self.addresses[self.rank]
+        return offset if 0 <= offset < self.nbytes else -1
+
+    def close(self, steps: AgreedSteps | None, *, lent: int, used: bool = False) -> None:
+        """Give the memory back.
+
+        Parameters
+        ----------
+        steps : AgreedSteps or None
+            Of all ranks, which close it at this time. Without it some may still use the memory: it is kept until the
+            process ends.
+        lent : int
+            Arrays that nobody needs any more; where there are others, memory is kept on all ranks.
+        used : bool
+            So it is where this rank may use it still.
+        """
+        mapped, self._mapped = self._mapped, None
+        if mapped is None:
+            return
+        if steps is not None:
+            with suppress(AgreedStepFailed, TopoplanError):
+                if not any(steps.take(lambda: used or len(self._lent) > lent)):
+                    mapped.close(steps)
+                    return
+        _abandoned.append(mapped)
+
+    def _back(self, start: int, nbytes: int) -> None:
+        self._lent.discard(start)
+        self._free.give_back(start, nbytes)
+
+
+class _ArenaPart:
+    """What an array in a region holds on to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RankReport:
+    """What every rank tells of itself."""
+
+    host: str
+    process: str
+    gpu: str
+    device: int
+    free: int
+    queues: int
+    shares: bool
+    nccl: str
+    windows: bool
+    team: int
+
+
+def count_ranks_per_gpu(cupy: ModuleType, world: ControlPlane, device: int, *, timeout: float) -> int:
+    """Return how many ranks of a job share a GPU, at most; all ranks call it.
+
+    GPUs are counted by host and PCI bus id. What a process calls its GPU, and how many it sees, differ between ranks
+    that a launcher gives one GPU each.
+
+    Raises
+    ------
+    BackendError
+        A rank does not come.
+    """
+    own = json.dumps([_host(), cupy.cuda.runtime.deviceGetPCIBusId(device)])
+    return max(Counter(world.texts(own, timeout=timeout)).values())
+
+
+def open_device_arenas(
+    cupy: ModuleType,
+    library: NcclLibrary,
+    connections: NcclCommunicators,
+    steps: AgreedSteps,
+    *,
+    rank: int,
+    size: int,
+    device: int,
+    nbytes: int,
+) -> DeviceArenas | str:
+    """A region of all ranks, or why there is none, in one line; the same on all of them, and all must call this.
+
+    Parameters
+    ----------
+    cupy : module
+        The rank's GPU is current.
+    library : Library
+    connections : Connections
+    steps : AgreedSteps
+    rank, size, device, nbytes : int
+
+    Raises
+    ------
+    BackendError
+        A rank is gone.
+    """
+    runtime = cupy.cuda.runtime
+    windows = library.windows
+    link = connections.have(1)[0]
+
+    def look() -> dict[str, Any]:
+        team = 0
+        if windows is not None:
+            with suppress(NcclFailed), connections.call():
+                team = windows.team(link)
+        return {
+            "host": _host(),
+            "process": _process(),
+            "gpu": runtime.deviceGetPCIBusId(device),
+            "device": device,
+            "free": int(runtime.memGetInfo()[0]),
+            "queues": _queues(os.environ.get(QUEUES, "")),
+            "shares": _serves_processes(runtime, device),
+            "nccl": describe_library(library),
+            "windows": windows is not None,
+            "team": team,
+        }
+
+    try:
+        ranks = [_RankReport(**one) for one in steps.take(look)]
+        gpus = Counter((one.host, one.gpu) for one in ranks)
+        refusal = _refusal(ranks, gpus, nbytes)
+        if refusal:
+            return refusal
+        order = list(dict.fromkeys(one.host for one in ranks))
+        by_host = tuple(order.index(one.host) for one in ranks)
+        why = _no_windows(ranks)
+        ways: list[tuple[ArenaMapping, tuple[int, ...], threading.Event]] = []
+        if not why:
+            assert windows is not None, "rank by rank"
+            domains = (0,) * size if all(one.team == size for one in ranks) else by_host
+            given_up = threading.Event()
+            by_nccl = _WindowArenas(cupy, library, windows, steps, rank, domains, nbytes, given_up)
+            ways.append((by_nccl, domains, given_up))
+        ways.append((_CudaArenas(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
+        for way, reached, given_up in ways:
+            try:
+                addresses, multicast, less = way.open()
+                _PeerTrial(cupy, rank, addresses, given_up).take(steps)
+            except AgreedStepFailed as failed:
+                given_up.set()
+                _leave(way, steps)
+                version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _WindowArenas) else ""
+                why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
+                continue
+            sharing, words = max(gpus.values()), "; ".join(text for text in (why, less) if text)
+            return DeviceArenas(
+                rank, size, nbytes, addresses, reached, multicast, sharing, way.kind, words, cupy, device, way
+            )
+        return why
+    except AgreedStepFailed as failed:
+        return str(failed)
+
+
+def _refusal(ranks: Sequence[_RankReport], gpus: Counter[tuple[str, str]], nbytes: int) -> str:
+    """Why no kind of region is possible, in one line; empty if one may be."""
+    if TRIAL_BYTES * len(ranks) > nbytes:
+        return (
+            f"a region of {format_size(nbytes)} is too small for {len(ranks)} ranks; give more region_bytes"
+        )
+    for number, one in enumerate(ranks):
+        wanted = gpus[one.host, one.gpu] * nbytes + SPARE
+        if one.free < wanted:
+            return (
+                f"rank {number} has {format_size(one.free)} free on its GPU, and a region takes "
+                f"{format_size(wanted)}"
+            )
+    for number, one in enumerate(ranks):
+        sharing = gpus[one.host, one.gpu]
+        beside = [other.process for other in ranks if (other.host, other.gpu) == (one.host, one.gpu)]
+        if len(set(beside)) > 1 and not one.shares:
+            return (
+                f"{sharing} ranks in {len(set(beside))} processes share a GPU, which runs kernels of one process at "
+                "a time; start NVIDIA's multi-process service (nvidia-cuda-mps-control -d)"
+            )
+        inside = beside.count(one.process)
+        if inside > 1 and STREAMS * inside > one.queues:
+            return (
+                f"{QUEUES} must be {STREAMS * inside} or more for the {inside} ranks of rank {number}'s process on "
+                f"its GPU, got {one.queues}"
+            )
+    return ""
+
+
+def _serves_processes(runtime: Any, device: int) -> bool:
+    """Return whether kernels of several processes run on a GPU at once."""
+    with suppress(runtime.CUDARuntimeError):  # drivers before 12.1 do not know the attribute
+        return bool(runtime.deviceGetAttribute(MPS_ENABLED, device))
+    return False
+
+
+def _no_windows(ranks: Sequence[_RankReport]) -> str:
+    """Why NCCL has no windows on some rank; empty where all may have them."""
+    old = next((number for number, one in enumerate(ranks) if not one.windows), None)
+    if old is None:
+        return ""
+    return f"windows need nccl4py and NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
+
+
+def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
+    """Give back what an attempt that failed has made, unless a call of it is still under way on some rank."""
+    ended, closed = steps.idle(ABORT_SECONDS), False
+    try:
+        closed = all(steps.take(lambda: ended))
+        if closed:
+            way.close(steps)
+    except AgreedStepFailed:
+        pass
+    finally:
+        if not closed:
+            _abandoned.append(way)
+
+
+class _PeerTrial:
+    """Tries by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
+
+    Parameters
+    ----------
+    cupy : module
+    rank : int
+    addresses : sequence of int
+        As `ArenaMapping.open` gives them.
+    given_up : threading.Event
+        Set when another rank has failed.
+    """
+
+    def __init__(self, cupy: Any, rank: int, addresses: Sequence[int], given_up: threading.Event) -> None:
+        self._cupy = cupy
+        self._rank, self._ranks = rank, len(addresses)
+        self._addresses = addresses
+        self._given_up = given_up
+        self._kernel: Any = None
+        self._stream: Any = None
+        self._memory: Any = None
+
+    def take(self, steps: AgreedSteps) -> None:
+        """Try it, all ranks at this time.
+
+        Raises
+        ------
+        AgreedStepFailed
+            The kernel of some rank does not hear of a peer, or not what that has stored.
+        """
+        flags = steps.take(self._prepare)
+        seconds = min(TRIAL_SECONDS, steps.timeout / 2)
+        steps.take(lambda: self._run(flags, seconds))
+        steps.take(self._clear)
+
+    def _prepare(self) -> int:
+        """Load the kernel, and run it once without ranks: that must not come while another one waits."""
+        cuda = self._cupy.cuda
+        self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
+        self._page[:] = 0
+        self._kernel = load_kernel(self._cupy, peers_source(), TRY_PEERS)
+        self._stream = cuda.Stream(non_blocking=True)
+        self._launch(0, 0.0)
+        self._stream.synchronize()
+        return secrets.randbits(62) + 1
+
+    @property
+    def _page(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._memory, dtype=np.uint64, count=1 + 3 * self._ranks)
+
+    def _launch(self, ranks: int, seconds: float) -> None:
+        numbers = (self._memory.ptr, self._rank, ranks, int(seconds * 1e9))
+        with self._stream:
+            self._kernel((1,), (TRIAL_THREADS,), tuple(np.int64(number) for number in numbers))
+
+    def _run(self, flags: Sequence[int], seconds: float) -> None:
+        page, end = self._page, time.monotonic() + seconds
+        _, heard, arenas, sent = np.split(page, [1, 1 + self._ranks, 1 + 2 * self._ranks])
+        arenas[:], sent[:] = self._addresses, flags
+        self._launch(self._ranks, 2 * seconds)
+        runtime = self._cupy.cuda.runtime
+        while (status := runtime.streamQuery(self._stream.ptr)) == NOT_READY:
+            if time.monotonic() > end or self._given_up.is_set():
+                page[0] = 1
+            # a kernel that does not end may still use the memory, which is given back when this thread has ended
+            time.sleep(1e-2 if page[0] else 1e-4)
+        runtime.check_status(status)
+        for peer, (address, found) in enumerate(zip(self._addresses, heard.tolist(), strict=True)):
+            if address and found != HEARD:
+                what = "hears nothing of" if not found else "sees a flag without the data before it of"
+                raise UsageError(f"its GPU {what} that of rank {peer}, whose stores it should see")
+
+    def _clear(self) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memset(self._addresses[self._rank], 0, TRIAL_BYTES * self._ranks)
+        runtime.deviceSynchronize()
+
+
+# ---- windows
+
+
+class _WindowArenas:
+    """NCCL's windows on a communicator of the domain's own."""
+
+    kind = "windows"
+
+    def __init__(
+        self,
+        cupy: Any,
+        library: NcclLibrary,
+        windows: NcclWindows,
+        steps: AgreedSteps,
+        rank: int,
+        domains: tuple[int, ...],
+        nbytes: int,
+        given_up: threading.Event,
+    ) -> None:
+        self._cupy = cupy
+        self._library = library
+        self._windows = windows
+        self._steps = steps
+        self._rank = rank
+        self._members = [peer for peer, domain in enumerate(domains) if domain == domains[rank]]
+        self._size = len(domains)
+        self._nbytes = nbytes
+        self._link: NcclCommunicator | None = None
+        self._memory = 0
+        self._window: NcclWindow | None = None
+        self._given_up = given_up
+
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        ids = self._steps.take(self._unique_id)
+        self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
+        for number, made in enumerate(self._steps.take(self._register)):
+            if not made:
+                raise AgreedStepFailed(
+                    number, "NCCL has no windows among these GPUs; NCCL_DEBUG=INFO tells more"
+                )
+        seen = self._steps.take(self._addresses)
+        for number, one in enumerate(seen):
+            if not all(one):
+                raise AgreedStepFailed(number, "NCCL does not reach the memory of all GPUs beside it")
+        groups = self._steps.take(self._multicast)
+        addresses = [0] * self._size
+        for peer, address in zip(self._members, seen[self._rank], strict=True):
+            addresses[peer] = address
+        for number, (_, refused) in enumerate(groups):
+            if refused:
+                return tuple(addresses), 0, f"no multicast address: rank {number}: {refused}"
+        if not all(address for address, _ in groups):
+            return tuple(addresses), 0, "no multicast address: not in these GPUs, or NCCL_NVLS_ENABLE=0"
+        self.kind = "windows and multicast"
+        return tuple(addresses), groups[self._rank][0], ""
+
+    def close(self, steps: AgreedSteps) -> None:
+        # a step, since destroying a communicator waits for the other ranks
+        with suppress(AgreedStepFailed, TopoplanError):
+            steps.take(self._unmap)
+            steps.take(self._give_back)
+
+    def _unmap(self) -> None:
+        window, self._window = self._window, None
+        with suppress(NcclFailed):
+            if window is not None and window.made():
+                window.close()
+
+    def _give_back(self) -> None:
+        link, memory = self._link, self._memory
+        self._link, self._memory = None, 0
+        if link is not None and self._given_up.is_set():
+            with suppress(NcclFailed):
+                link.abort()  # to destroy it would wait for a rank that has not joined
+            link = None
+        with suppress(NcclFailed):
+            if memory:
+                self._windows.free(memory)
+        with suppress(NcclFailed):
+            if link is not None:
+                link.destroy()
+
+    def _unique_id(self) -> str:
+        return self._library.unique_id().hex() if self._rank == self._members[0] else ""
+
+    def _connect(self, unique_id: bytes) -> None:
+        place = self._members.index(self._rank)
+        try:
+            self._link = self._library.connect(len(self._members), place, unique_id)
+            self._settle()
+        except NcclFailed as error:
+            raise NcclFailed(f"{error}{short_of_shared_memory()}") from error
+
+    def _register(self) -> bool:
+        assert self._link is not None, "the step before"
+        runtime = self._cupy.cuda.runtime
+        self._memory = self._windows.allocate(self._nbytes)
+        runtime.memset(self._memory, 0, self._nbytes)
+        runtime.deviceSynchronize()
+        self._window = self._windows.register(self._link, self._memory, self._nbytes)
+        self._settle()
+        return self._window.made()
+
+    def _settle(self) -> None:
+        """Wait until NCCL has done what was begun, as long as the step may take."""
+        assert self._link is not None, "the step before"
+        end = time.monotonic() + self._steps.timeout
+        while not self._link.ready():
+            if time.monotonic() > end or self._given_up.is_set():
+                raise NcclFailed("nothing, and does not end")
+            time.sleep(1e-3)
+
+    def _addresses(self) -> list[int]:
+        assert self._window is not None, "made by all"
+        return [self._window.address(place) for place in range(len(self._members))]
+
+    def _multicast(self) -> tuple[int, str]:
+        """Return the multicast address or 0, and why NCCL refuses one: then the windows stay without."""
+        assert self._window is not None, "made by all"
+        try:
+            return self._window.multicast(), ""
+        except NcclFailed as error:
+            return 0, describe_failure(error)
+
+
+# ---- CUDA's own means
+
+
+class _CudaArenas:
+    """Addresses within a process, and handles between the processes of a host."""
+
+    def __init__(
+        self,
+        runtime: Any,
+        steps: AgreedSteps,
+        rank: int,
+        domains: tuple[int, ...],
+        ranks: Sequence[_RankReport],
+        nbytes: int,
+    ) -> None:
+        self._runtime = runtime
+        self._steps = steps
+        self._rank = rank
+        self._ranks = ranks
+        self._near = [domain == domains[rank] for domain in domains]
+        self._nbytes = nbytes
+        self._memory = 0
+        self._opened: list[int] = []
+        alone = len({(one.host, one.process) for one in ranks}) == len({one.host for one in ranks})
+        self.kind = "peer access" if alone else "ipc"
+
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        self._steps.take(self._look)
+        given = self._steps.take(self._allocate)
+        return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
+
+    def close(self, steps: AgreedSteps) -> None:
+        runtime = self._runtime
+        with suppress(runtime.CUDARuntimeError):
+            for address in self._opened:
+                runtime.ipcCloseMemHandle(address)
+        with suppress(AgreedStepFailed, TopoplanError):
+            steps.take(lambda: None)  # nobody has it open any more
+            memory, self._memory = self._memory, 0
+            with suppress(runtime.CUDARuntimeError):
+                runtime.free(memory)
+
+    def _here(self, peer: int) -> bool:
+        """Whether a rank is one of this process."""
+        return self._ranks[peer].process == self._ranks[self._rank].process
+
+    def _look(self) -> None:
+        device = self._ranks[self._rank].device
+        for peer, one in enumerate(self._ranks):
+            # what another process calls its GPU says nothing here
+            if not self._near[peer] or not self._here(peer) or one.device == device:
+                continue
+            if not self._runtime.deviceCanAccessPeer(device, one.device):
+                raise UsageError(f"GPU {device} has no peer access to GPU {one.device} of rank {peer}")
+
+    def _allocate(self) -> tuple[int, str]:
+        runtime = self._runtime
+        self._memory = int(runtime.malloc(self._nbytes))
+        runtime.memset(self._memory, 0, self._nbytes)
+        runtime.deviceSynchronize()
+        others = any(near and not self._here(peer) for peer, near in enumerate(self._near))
+        return self._memory, bytes(runtime.ipcGetMemHandle(self._memory)).hex() if others else ""
+
+    def _reach(self, given: Sequence[tuple[int, str]]) -> list[int]:
+        seen = []
+        for peer, (address, handle) in enumerate(given):
+            if not self._near[peer]:
+                seen.append(0)
+            elif self._here(peer):
+                if self._ranks[peer].device != self._ranks[self._rank].device:
+                    self._enable(self._ranks[peer].device)
+                seen.append(address)
+            else:
+                seen.append(int(self._runtime.ipcOpenMemHandle(bytes.fromhex(handle))))
+                self._opened.append(seen[-1])
+        return seen
+
+    def _enable(self, other: int) -> None:
+        """Let kernels of the current GPU reach another one's memory."""
+        try:
+            self._runtime.deviceEnablePeerAccess(other)
+        except self._runtime.CUDARuntimeError as error:
+            if getattr(error, "status", None) != ALREADY_ENABLED:
+                raise
+
+
+def _queues(text: str) -> int:
+    """What the variable means to CUDA, for which what is no number above zero means nothing."""
+    return int(text) if text.isdigit() and int(text) else QUEUES_BY_DEFAULT
+
+
+def _process() -> str:
+    return PROCESS
+
+
+def _host() -> str:
+    """What the processes of a host have in common, also those in containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,870 @@
+"""Run one rank in this process with one GPU, and NCCL between the ranks.
+
+The ranks compare signatures before each collective. Every rank then runs its program: one kernel that writes to the
+other GPUs' memory (`window_engine`); or messages grouped by steps that match on all ranks, and joins beside them
+(`stepped_program`). A collective returns when the GPU has finished.
+
+Tests without GPUs cannot show speeds, the overlap of NCCL's kernels and the joins, and several trees with a
+communicator each on a GPU that is too small for all their kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from collectives.backends.backend import AVERAGED, LONGEST_TIMEOUT, Backend, Call, OneRank, group_of
+from collectives.backends.nccl.agreed_setup import AgreedSteps, describe_failure
+from collectives.backends.nccl.device_arenas import NOT_READY, UNIT, count_ranks_per_gpu, open_device_arenas
+from collectives.backends.nccl.gpu_streams import (
+    BoundProgram,
+    GraphReplays,
+    NcclStreams,
+    bind_program,
+    replay_decision,
+)
+from collectives.backends.nccl.kernel_program import WHOLE
+from collectives.backends.nccl.nccl_communicators import (
+    ABORT_SECONDS,
+    DESTROY_SECONDS,
+    CollectiveGuard,
+    NcclCommunicators,
+    ParentCommunicator,
+    prepare_library,
+)
+from collectives.backends.nccl.window_engine import BLOCKS, KEPT, SLOT_BYTES, BoundKernelPlan, WindowEngine
+from collectives.backends.stepped_program import program_of, waits_for
+from collectives.peers.agreement import Gather
+from collectives.peers.control_plane import ControlPlane, Signature
+from collectives.peers.environment import integer_variable, read_rank_environment
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
+from collectives.tables.cupy_arrays import CupyArrays, load_cupy, on_device, use_device
+from collectives.tables.transfer_table import Given
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
+from topoplan.units import format_size
+
+MOST_STREAMS = 1024
+
+ENGINES = ("auto", "windows", "messages")
+
+REGION_BYTES = 256 << 20
+"""The default for the memory of a GPU that the other GPUs write to."""
+
+DRAIN_SECONDS = 1.0
+"""Time for the GPU to end what was queued, once the communicators are aborted."""
+
+NOTICE_SECONDS = 1.0
+"""Time for a rank that gave up to tell why."""
+
+CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
+"""What ranks offer that capture a collective in a graph, or have their arrays on the host."""
+
+CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
+
+UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""What Open MPI and MPICH set for the processes that they start."""
+
+_in_graphs: list[WindowEngine] = []
+"""Those whose kernels are in a graph of the caller's, where they read that they have to end: kept with the process."""
+
+Layout = tuple[Any, int, Given, tuple[int, int]]
+"""What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
+
+
+class NcclBackend(OneRank):
+    """`Backend` of one rank.
+
+    Parameters
+    ----------
+    cupy : module
+    world : World
+        How the ranks speak of other things than data; closed with the back end.
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+    timeout : float
+        Seconds to wait for all ranks to come, and for the next step of a collective.
+    step_bytes : int
+        Bytes that a rank sends in a step at least, where the buffer has them.
+    lanes : str
+        "steps": one communicator, all trees in common steps. "trees": each tree has a communicator and streams of its
+        own; that sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` where it is not set, since communicators that run side by side
+        can else block each other.
+    overlap : bool
+        Join what has arrived while the next step moves; else before.
+    graphs : bool
+        Replay a collective as a CUDA graph from the third time that all ranks call it with the same arrays; with
+        "trees" never, since graphs of several communicators can block each other.
+    ranks_per_gpu : int, optional
+        More than 1 lets NCCL (2.30 or newer) put several ranks on one GPU, by setting
+        ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` where they are not set. It must be made before
+        NCCL is used in the process. By default the ranks count it: by host and PCI bus id.
+    bindings : str
+        Through which package NCCL is called: "nccl4py", "cupy", or "auto" for the first that is there.
+    engine : str
+        "windows": one kernel for each collective, which writes to the other GPUs' memory. "messages": NCCL's sends and
+        receives, and kernels that join. "auto": windows where all ranks have them and a plan fits.
+    region_bytes : int
+        Of each GPU's memory for windows: half of it for slots and flags, the other half for arrays of `empty`.
+    exact : bool
+        Sums have the plan's bits. Else a switch adds floating-point numbers where it can, in an order of its own.
+    arrays : CupyArrays, optional
+        Of another back end of this rank, on the same GPU; by default new ones.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; by default new ones, where ranks meet at a rendezvous.
+        This closes them.
+    parent : Parent, optional
+        The communicator of those ranks, of which this one's may be made.
+
+    Attributes
+    ----------
+    about_engine : str
+        Which engine it is, and why no better one; the same on all ranks.
+    survivors : Survivors or None
+        None also where this rank's GPU has failed: the others go on without it.
+
+    Raises
+    ------
+    UsageError
+        NCCL is missing, an argument is out of range, or windows are demanded and cannot be had.
+    BackendError
+        The ranks do not find each other.
+    """
+
+    name = "nccl"
+    one_rank = True
+    direct = False
+    averages = True
+    chunk_bytes: int | None = None
+
+    def __init__(
+        self,
+        cupy: ModuleType,
+        world: ControlPlane,
+        *,
+        device: int | None = None,
+        timeout: float = 30.0,
+        step_bytes: int = 2 << 20,
+        lanes: str = "steps",
+        overlap: bool = True,
+        graphs: bool = True,
+        ranks_per_gpu: int | None = None,
+        bindings: str = "auto",
+        engine: str = "auto",
+        region_bytes: int = REGION_BYTES,
+        exact: bool = True,
+        arrays: CupyArrays | None = None,
+        survivors: MembershipProtocol | None = None,
+        parent: ParentCommunicator | None = None,
+    ) -> None:
+        if region_bytes < 2 * UNIT or region_bytes % UNIT:
+            raise UsageError(
+                f"a region of {region_bytes} bytes: give a multiple of {UNIT}, {2 * UNIT} at least"
+            )
+        if engine not in ENGINES:
+            raise UsageError(
+                f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
+            )
+        if lanes not in ("steps", "trees"):
+            raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
+        given = 1 if ranks_per_gpu is None else ranks_per_gpu
+        if step_bytes < 1 or given < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
+            raise UsageError(
+                f"steps of {step_bytes} bytes, {given} ranks per GPU, a timeout of {timeout} s: "
+                f"give numbers above zero, of seconds {LONGEST_TIMEOUT} at most"
+            )
+        if arrays is not None:
+            device = arrays.device
+        elif device is None:
+            device = int(cupy.cuda.runtime.getDevice())
+        counted = count_ranks_per_gpu(cupy, world, device, timeout=timeout)
+        ranks_per_gpu = counted if ranks_per_gpu is None else ranks_per_gpu
+        self.library = prepare_library(
+            cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu, bindings=bindings
+        )
+        self.rank = world.rank
+        self.size = world.size
+        self.ranks: tuple[int, ...] = (world.rank,)
+        self.arrays = CupyArrays(cupy, device) if arrays is None else arrays
+        self.survivors: MembershipProtocol | None = None
+        self._cupy: Any = cupy
+        self._gpu = partial(on_device, cupy, self.arrays.device)
+        self._enter = partial(use_device, cupy, self.arrays.device)
+        self._named = _ranges()
+        self._world = world
+        self._timeout = timeout
+        self._step_bytes = step_bytes
+        self._by_tree = lanes == "trees"
+        self._overlap = overlap
+        self._settings = {
+            "step_bytes": step_bytes,
+            "lanes": lanes,
+            "overlap": overlap,
+            "engine": engine,
+            "exact": exact,
+        }
+        self._graphs = graphs and lanes == "steps"
+        self._alike: dict[str, Any] = {
+            **self._settings,
+            "graphs": graphs,
+            "ranks_per_gpu": ranks_per_gpu,
+            "bindings": bindings,
+            "region_bytes": region_bytes,
+        }
+        self._then: list[Callable[[], None]] = []
+        self._programs: OrderedDict[Layout, tuple[BoundProgram, GraphReplays]] = OrderedDict()
+        self._captures = 0
+        self._closed = False
+        with self.arrays.here():
+            self._lanes = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
+        self._connections = NcclCommunicators(
+            self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
+        )
+        self._guard = CollectiveGuard(world, self._connections, timeout=timeout)
+        self._engine: WindowEngine | None = None
+        try:
+            self._connections.have(1)
+            self.about_engine = self._open_engine(region_bytes)
+            self.survivors = self._survivors() if survivors is None else survivors
+            self._connections.keeps = self.survivors is not None
+        except BaseException as error:
+            self._end(self._failure(error))
+            self.close()
+            raise
+
+    @classmethod
+    def from_environment(
+        cls,
+        *,
+        timeout: float = 30.0,
+        environment: Mapping[str, str] = os.environ,
+        **options: int | str | bool,
+    ) -> NcclBackend:
+        """The back end of a process that a launcher started.
+
+        Its place is found as for the other back ends (`read_rank_environment`); under mpiexec without these variables
+        the ranks are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host,
+        modulo the GPUs that the process sees. It becomes current in the thread that calls this, so that arrays are made
+        there.
+
+        Parameters
+        ----------
+        timeout : float
+        environment : mapping
+            Variables and values.
+        **options
+            Further ones of `NcclBackend`.
+
+        Raises
+        ------
+        UsageError
+            A library or a GPU is missing; names the variables that are missing, or the one whose value is no number.
+        BackendError
+            The ranks do not find each other.
+        """
+        cupy = load_cupy(cls.name)
+        world, local = _control_plane(environment, timeout)
+        try:
+            settings: dict[str, Any] = {**options}
+            settings["device"] = _use_gpu(cupy, local, settings.get("device"))
+            return cls(cupy, world, timeout=timeout, **settings)
+        except BaseException:
+            world.close()
+            raise
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return self._alike
+
+    @classmethod
+    def among(
+        cls,
+        gather: Gather,
+        members: Sequence[int],
+        cupy: ModuleType,
+        *,
+        rank: int,
+        local: str,
+        timeout: float,
+        **options: Any,
+    ) -> NcclBackend:
+        """The back end of a group of ranks that tell each other texts; the first of them hosts where they meet.
+
+        Parameters
+        ----------
+        gather : callable
+            An allgather of texts among all ranks that make such a group at this time.
+        members : sequence of int
+            The ranks of this one's group, by their place in what is gathered; they are counted anew in this order.
+        cupy : module
+        rank : int
+            This rank among those that gather.
+        local : str
+            The address of this machine at which the others reach it.
+        timeout : float
+        **options
+            Further ones of `NcclBackend`.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As where a back end is made.
+        """
+        address, place = rendezvous_within(gather, members, rank=rank, local=local)
+        world: TcpControlPlane | None = None
+        try:
+            world = TcpControlPlane(address, members.index(rank), len(members), timeout=timeout)
+            made = cls(cupy, world, timeout=timeout, **options)
+        except BaseException:
+            for one in (world, place):
+                if one is not None:
+                    one.close()
+            raise
+        if place is not None:
+            made._then.append(place.close)
+        return made
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`; with the settings of this one."""
+        if not isinstance(self._world, TcpControlPlane):
+            raise UsageError(
+                "ranks that meet over MPI are not split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
+            )
+        made = NcclBackend.among(
+            self.gather_texts,
+            group_of(groups, self.rank),
+            self._cupy,
+            rank=self.rank,
+            local=self._world.control.local,
+            timeout=self._timeout,
+            device=self.arrays.device,
+            **self._alike,
+        )
+        return [made]
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`; with the settings of this one, and behind all that callers have told the GPU."""
+        survivors = self.survivors
+        assert survivors is not None, "looked at before"
+        # where ranks have come and none has gone, all that know the memory give it up at this time
+        self._leave(together=size >= self.size)
+        try:
+            return NcclBackend.among(
+                gather,
+                range(size),
+                self._cupy,
+                rank=rank,
+                local=survivors.local,
+                timeout=self._timeout,
+                arrays=self.arrays,
+                survivors=survivors,
+                parent=self._connections.parent,
+                **self._alike,
+            )
+        except Exception as error:
+            self._stay_out_if_failed()
+            if isinstance(error, TopoplanError):
+                raise
+            raise BackendError(describe_failure(error), rank=rank) from error
+
+    def run(self, call: Call[Any]) -> None:
+        """See `Backend.run`."""
+        user, name = self._users_stream(), f"topoplan {call.signature.collective}"
+        with self._telling(), self.arrays.here() as stream, self._named(name):
+            if _captures(user):
+                self._capture_for(call, user, stream)
+            else:
+                self._run(call, stream)
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        with self._telling():
+            self._agree(signature, 0)
+
+    def agree_on_host(self, signature: Signature) -> None:
+        """Compare with all ranks a collective that something else carries, since its arrays are on the host."""
+        with self._telling():
+            self._agree(signature, ON_HOST)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """See `GivesMemory.empty`: of the region, where there is one."""
+        memory = self.memory(math.prod(shape) * self.arrays.itemsize(like))
+        return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
+
+    def memory(self, nbytes: int) -> Any | None:
+        """A CuPy array of bytes in the region, contents undefined; None where it has no more room."""
+        return None if self._engine is None else self._engine.region.array(nbytes)
+
+    def writes(self, array: Any) -> bool:
+        """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
+        inside = self.holds(array.data.ptr, array.nbytes)
+        return inside or (self._engine is not None and self.captures)
+
+    @property
+    def captures(self) -> bool:
+        """See `Captures.captures`."""
+        return _captures(self._users_stream())
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether memory is of `memory`, where results may be written at once."""
+        return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._leave(together=True, ends=True)
+        self._connections.let_go()
+        if self.survivors is not None:
+            self.survivors.close()
+
+    def _leave(self, *, together: bool, ends: bool = False) -> None:
+        """Leave the other ranks; where it ``ends`` for all of them, no communicator stays."""
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.close()
+        if self._guard.error is None:
+            self._leave_engine(together=together)
+            if ends:
+                self._connections.give_up()
+            else:
+                self._connections.abort(idle=True)
+            self._drop_graphs()
+            self._connections.left(DESTROY_SECONDS)
+        self._world.close()
+        self._programs.clear()
+        for close in self._then:
+            close()
+
+    def _survivors(self) -> MembershipProtocol | None:
+        """How ranks that are left find each other, where there is an address at which this one is reached."""
+        world = self._world
+        if not isinstance(world, TcpControlPlane):
+            return None
+        return MembershipProtocol.of(
+            lambda text: world.texts(text, timeout=self._timeout), self.rank, world.control.local
+        )
+
+    def _stay_out_if_failed(self) -> None:
+        """Let the others go on without this rank where its GPU has failed, which no later call of CUDA's mends."""
+        runtime, survivors = self._cupy.cuda.runtime, self.survivors
+        try:
+            with self._gpu():
+                self._under_way(runtime.streamQuery(self._lanes.origin.ptr))
+        except runtime.CUDARuntimeError:
+            self.survivors = None
+            if survivors is not None:
+                survivors.close()
+
+    def _run(self, call: Call[Any], stream: Any) -> None:
+        one, (source, result) = call.memory[0], _addresses(call)
+        engine = self._engine
+        placed = None if engine is None else engine.place(call)
+        if engine is not None and placed is not None:
+            place = engine.place_of_result(result, one.result.nbytes)
+            whole = call.plan.collective in WHOLE and not placed.small
+            direct = engine.place(call, direct=True) if place and whole else None
+            self._check_engine(engine)
+            offers = self._agree(call.signature, place)
+            if direct is not None and min(offers) == max(offers):
+                placed = direct
+            if len(call.table):
+                self._run_kernel(engine, placed, source, result, self._ready(stream))
+        elif self._engine is not None and self._settings["engine"] == "windows":
+            raise UsageError(
+                f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
+                'give more region_bytes, or use engine="messages"'
+            )
+        else:
+            self._run_messages(call, source, result, stream)
+            if call.op == "avg" and call.dtype in AVERAGED and one.result.size:
+                with self._lanes.origin:
+                    self.arrays.kernels.divide(one.result, call.dtype, self.size)
+                self._wait()
+
+    def _capture_for(self, call: Call[Any], user: Any, stream: Any) -> None:
+        """Put a collective into the graph that the caller captures; all ranks do."""
+        engine = self._engine
+        if engine is None or not engine.alone:
+            raise UsageError(
+                "a collective can be captured in a graph with the windows engine on one server; this communicator "
+                f"has {self.about_engine}"
+            )
+        placed = engine.kept(call)
+        self._check_engine(engine)
+        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
+        averaged = call.op == "avg" and call.dtype not in AVERAGED
+        if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
+            raise UsageError(
+                "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers or "
+                "16-bit floats; run it before on arrays of this type and length"
+            )
+        origin = self._lanes.origin
+        origin.wait_event(self._ready(stream))
+        engine.queue(placed, *_addresses(call), captured=call.memory)
+        user.wait_event(self._ready(origin))
+
+    def _users_stream(self) -> Any:
+        """Where the caller queues what it tells the GPU."""
+        with self._gpu():
+            return self._cupy.cuda.get_current_stream()
+
+    def _open_engine(self, region_bytes: int) -> str:
+        """Make the engine, if it can be had and is wanted; all ranks call this, and hear the same."""
+        wanted = str(self._settings["engine"])
+        said = self._world.texts(f"{wanted!r} and {region_bytes} bytes for it", timeout=self._timeout)
+        for peer, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
+        if wanted == "messages" or self.size == 1:
+            return "messages"
+        processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
+        steps = AgreedSteps(self._world, timeout=self._timeout, enter=self._enter)
+        with self._gpu():
+            found = open_device_arenas(
+                self._cupy,
+                self.library,
+                self._connections,
+                steps,
+                rank=self.rank,
+                size=self.size,
+                device=self.arrays.device,
+                nbytes=region_bytes,
+            )
+            if isinstance(found, str):
+                if wanted == "windows":
+                    raise no_windows(found)
+                return f"messages: {found}"
+            most = min(BLOCKS, processors // found.sharing)
+            blocks = -self._world.largest(-float(most), timeout=self._timeout)
+            kernels, origin = self.arrays.kernels, self._lanes.origin
+            self._engine = WindowEngine(
+                self._cupy,
+                kernels,
+                found,
+                origin,
+                timeout=self._timeout,
+                blocks=int(blocks),
+                room_bytes=region_bytes // 2 // UNIT * UNIT,
+                exact=bool(self._settings["exact"]),
+            )
+            origin.synchronize()
+        self.chunk_bytes = SLOT_BYTES
+        count = max(found.domains) + 1
+        between = f", messages between {count} domains" if count > 1 else ""
+        return f"windows over {found.kind}{between}" + (f" ({found.why})" if found.why else "")
+
+    def _leave_engine(self, *, together: bool) -> None:
+        """End the kernel, which nothing of NCCL can, and give up the memory that it works in."""
+        if self._engine is None:
+            return
+        self._engine.stop()
+        ended = self._drain()
+        steps = None
+        if together and ended:
+            steps = AgreedSteps(self._world, timeout=self._timeout, enter=self._enter, leaving=True)
+        with self._gpu():
+            # the engine itself has one array of it
+            self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
+        if self._engine.in_graphs:
+            _in_graphs.append(self._engine)
+
+    def _ready(self, stream: Any) -> Any:
+        """An event behind what was queued so far, tables of programs too."""
+        ready = self._cupy.cuda.Event(disable_timing=True)
+        ready.record(stream)
+        return ready
+
+    def _run_kernel(
+        self, engine: WindowEngine, placed: BoundKernelPlan, source: int, result: int, ready: Any
+    ) -> None:
+        origin = self._lanes.origin
+        engine.begins(placed)
+        with self._guard.watch(engine.progress, engine.waiting):
+            origin.wait_event(ready)
+            engine.queue(placed, source, result, self._move)
+            self._wait()
+        self._check_engine(engine)
+
+    def _check_engine(self, engine: WindowEngine) -> None:
+        """Raise what a kernel has met, now or in a graph of the caller's."""
+        if not (engine.late or engine.told):
+            return
+        peer, row = engine.waiting()
+        if engine.late:
+            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
+            raise BackendError(what, rank=self.rank, peer=peer, step=row)
+        end = time.monotonic() + NOTICE_SECONDS
+        while self._world.trouble() is None and time.monotonic() < end:
+            time.sleep(1e-3)  # it is about to tell why
+        raise self._world.trouble() or BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer)
+
+    def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
+        """Queue messages behind a kernel (`engine.Move`)."""
+        (link, *_), stream = self._connections.have(1), self._lanes.origin.ptr
+        with self._connections.group():
+            for sends, peer, address, nbytes in messages:
+                (link.send if sends else link.receive)(address, nbytes, peer, stream)
+        self._connections.settle(link, self._guard.check)
+
+    def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
+        placed, replays = self._placed(call)
+        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
+        addresses = np.array([source, result, scratch], dtype=np.int64)
+        key = (call.op, call.dtype, *addresses.tolist())
+        what = replay_decision(self._agree(call.signature, replays.offer(key) if self._graphs else 0))
+        if not len(call.table):
+            return
+        program = placed.program
+        self._connections.have(len(program.lanes))
+        kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
+        marks = self._lanes.marks
+        marks[: len(program.lanes)] = 0
+        origin, ready = self._lanes.origin, self._ready(stream)
+        with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
+            origin.wait_event(ready)
+            self._lanes.send_addresses(placed, addresses)
+            if what == "capture":
+                self._capture(placed, replays, key, kernel, addresses)
+            if what == "run":
+                replays.ran(key)
+                self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+            else:
+                replays.graph(key).launch(origin)
+            self._wait()
+
+    def _capture(
+        self, placed: BoundProgram, replays: GraphReplays, key: object, kernel: Any, addresses: Any
+    ) -> None:
+        origin = self._lanes.origin
+        self._captures += 1
+        origin.begin_capture()
+        try:
+            self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+        except BaseException:
+            # the stream must not stay in its capture, and nothing may hold what was captured
+            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                origin.end_capture()
+            raise
+        replays.captured(key, self._captures, origin.end_capture())
+
+    def _wait(self) -> None:
+        """Wait for the GPU: at first without sleeping, since most collectives are short."""
+        ended = self._cupy.cuda.Event(disable_timing=True)
+        ended.record(self._lanes.origin)
+        runtime = self._cupy.cuda.runtime
+        pause = 0.0
+        while self._under_way(runtime.eventQuery(ended.ptr)):
+            self._guard.check()
+            time.sleep(pause)
+            pause = min(1e-3, pause + 1e-5)
+        self._guard.check()
+
+    def _under_way(self, status: int) -> bool:
+        """Whether the GPU is not there yet; raises what it has failed with, where CuPy's ``done`` says no for ever."""
+        if status != NOT_READY:
+            self._cupy.cuda.runtime.check_status(status)
+        return status == NOT_READY
+
+    def _agree(self, signature: Signature, offer: int) -> list[int]:
+        """Compare with all ranks what they mean to run; what each of them offers for it."""
+        offers = []
+        said = self._world.compare(signature, self._about(offer), timeout=self._timeout)
+        for peer, text in enumerate(said):
+            other = json.loads(text)
+            offers.append(int(other.pop("offer")))
+            if other != self._settings:
+                raise BackendError(
+                    f"the peer's nccl back end has settings {other} instead of {self._settings}; "
+                    "make it alike on all ranks",
+                    rank=self.rank,
+                    peer=peer,
+                )
+            if (ON_HOST in (offers[0], offers[-1])) and offers[0] != offers[-1]:
+                raise RefusedError(
+                    f"one of rank {peer} and rank 0 has its arrays on the host and the other on a GPU; move them to "
+                    "the same kind",
+                    rank=self.rank,
+                    peer=peer,
+                    next_call=signature.call + 1,
+                )
+        if min(offers) < 0 <= max(offers):
+            raise UsageError(CAPTURED_ALONE)
+        return offers
+
+    def _about(self, offer: int) -> str:
+        return json.dumps({**self._settings, "offer": offer})
+
+    def _placed(self, call: Call[Any]) -> tuple[BoundProgram, GraphReplays]:
+        one = call.memory[0]
+        layout = (call.table, call.itemsize, one.given, one.block)
+        if layout not in self._programs:
+            program = program_of(
+                call.table,
+                one,
+                call.itemsize,
+                step_bytes=self._step_bytes,
+                by_tree=self._by_tree,
+                overlap=self._overlap,
+            )
+            self._programs[layout] = (
+                bind_program(program, self.arrays.kernels, self._cupy, call.itemsize),
+                GraphReplays(),
+            )
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(layout)
+        return self._programs[layout]
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell all ranks of what this one meets inside, and end."""
+        try:
+            self._guard.check()
+            yield
+        except RefusedError:
+            raise  # by all ranks, before anything is queued
+        except BaseException as error:
+            failure = self._failure(error)
+            self._end(failure)
+            self._stay_out_if_failed()
+            if isinstance(error, TopoplanError) or not isinstance(error, Exception):
+                raise
+            raise failure from error
+
+    def _failure(self, error: BaseException) -> BackendError:
+        """What a rank has met, as the other ranks are told."""
+        if self._guard.error is not None:
+            return self._guard.error
+        failure = (
+            error
+            if isinstance(error, BackendError)
+            else BackendError(describe_failure(error), rank=self.rank)
+        )
+        if self._world.trouble() is None:
+            self._world.tell(failure)
+        return failure
+
+    def _end(self, failure: BackendError) -> None:
+        """Abort the communicators, and give the GPU time to end what was queued: its memory is about to be given up."""
+        self._guard.stop(failure)
+        engine = self._engine
+        self._leave_engine(together=False)
+        if engine is not None and engine.waiting() != (None, None):
+            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
+                failure.add_note(engine.state())
+        self._drop_graphs()
+        self._connections.left(ABORT_SECONDS)
+        if not self._drain() and self._connections.parent is not None:
+            # where a kernel has not seen that it was to end, as one in a graph, only an abort still ends it
+            self._connections.let_go()
+            self._drain()
+
+    def _drain(self) -> bool:
+        """Wait until the GPU has ended what was queued, but not for long; whether it has."""
+        end = time.monotonic() + DRAIN_SECONDS
+        runtime = self._cupy.cuda.runtime
+        with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
+            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(1e-3)
+        return True
+
+    def _drop_graphs(self) -> None:
+        """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
+        for _, replays in self._programs.values():
+            replays.drop_graphs()
+
+
+def use_local_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Make the GPU of a process that joins a job current, number ``LOCAL_RANK`` if that is set, and return its number.
+
+    None if ``LOCAL_RANK`` is not set; the current GPU is used then.
+
+    Raises
+    ------
+    UsageError
+        ``LOCAL_RANK`` is not a number, or its GPU does not take this process.
+    """
+    if not environment.get("LOCAL_RANK"):
+        return None
+    return _use_gpu(cupy, integer_variable(environment, "LOCAL_RANK"))
+
+
+def _use_gpu(cupy: ModuleType, local: int, device: int | None = None) -> int:
+    """Make a GPU current in this thread and return its number, by default that of this number on the host.
+
+    Raises
+    ------
+    UsageError
+        There is no such GPU, or it does not take this process.
+    """
+    named = "the GPUs" if device is None else f"GPU {device}"
+    try:
+        if device is None:
+            device = local % int(cupy.cuda.runtime.getDeviceCount())
+            named = f"GPU {device}"
+        use_device(cupy, device)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(
+            f"{named} cannot be used: {error}; look at its processes and compute mode with nvidia-smi, and at "
+            "LOCAL_RANK and CUDA_VISIBLE_DEVICES"
+        ) from None
+    return device
+
+
+def no_windows(why: str) -> UsageError:
+    """What is raised where windows are demanded and cannot be had; the bare reason is its cause."""
+    error = UsageError(f'the windows engine cannot be had: {why}; use engine="messages"')
+    error.__cause__ = UsageError(why)
+    return error
+
+
+def _addresses(call: Call[Any]) -> tuple[int, int]:
+    """Where a rank's input and result lie; 0 for those without elements."""
+    one = call.memory[0]
+    return int(one.source.data.ptr) if one.source.size else 0, int(
+        one.result.data.ptr
+    ) if one.result.size else 0
+
+
+def _captures(stream: Any) -> bool:
+    """Whether work on a stream goes into a graph; CUDA's default streams are not asked, where it never does."""
+    return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
+
+
+def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
+    """What gives a stretch of time a name in NVIDIA's profilers, where the nvtx package is installed."""
+    try:
+        annotate: Callable[[str], contextlib.AbstractContextManager[Any]] = import_module("nvtx").annotate
+    except ImportError:
+        return lambda name: contextlib.nullcontext()
+    return annotate
+
+
+def _control_plane(environment: Mapping[str, str], timeout: float) -> tuple[ControlPlane, int]:
+    """The world of this process, and its number on the host."""
+    if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise UsageError('ranks of mpiexec meet through mpi4py: pip install "topoplan[mpi]"') from None
+        from collectives.peers.control_plane import MpiControlPlane
+
+        neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        return MpiControlPlane(MPI.COMM_WORLD), int(neighbours.Get_rank())
+    place = read_rank_environment(environment, "nccl")
+    local = integer_variable(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
+    return TcpControlPlane(place.rendezvous, place.rank, place.size, timeout=timeout), local

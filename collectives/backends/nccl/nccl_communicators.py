@@ -1,0 +1,547 @@
+"""Hold the NCCL communicators of a rank: made together with all other ranks, aborted or abandoned alone.
+
+NCCL forbids aborting a communicator beside a running call on it. All calls pass here, one at a time, and an abort
+waits for the running one; if the library's calls can wait for other ranks (`NcclLibrary.waits`) the abort proceeds
+after `BLOCKED_CALL_SECONDS`, since nothing else would end such a call. If they cannot, every group costs NCCL a
+thread of its own, and a query until it is queued; replayed graphs do not.
+
+Kernels and calls that wait for a peer wait without end; only an abort releases them. A thread (`CollectiveGuard`)
+watches every collective and aborts when a rank reports a failure, when NCCL reports an error, or when no step has
+ended within the timeout. If ranks may recover (`NcclCommunicators.keeps`), the first communicator is revoked
+instead, if NCCL can: its waits end too, and it stays. The survivors then shrink it, once: NCCL takes a second
+attempt for the first one. Without that they rendezvous by a new id, as at the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from collectives.backends.nccl.nccl_library import (
+    NcclCommunicator,
+    NcclFailed,
+    NcclLibrary,
+    describe_library,
+    find_library,
+)
+from collectives.peers.control_plane import ControlPlane, Waiting, waits_for_no_peer
+from collectives.tables.cupy_arrays import use_device
+from topoplan.errors import BackendError
+from topoplan.units import format_size
+
+BLOCKED_CALL_SECONDS = 1.0
+"""Seconds that aborting waits for a running call."""
+
+ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
+"""Time for NCCL to let go of its communicators, before a rank goes on without them."""
+
+LOOK_SECONDS = 0.01
+
+WATCH_SECONDS = 0.02
+"""Between two looks at a running collective."""
+
+SHUTDOWN_NOTICE_SECONDS = 5.0
+"""Time for the thread to end."""
+
+SHARED_MEMORY, ENOUGH_SHARED = "/dev/shm", 512 << 20
+"""The folder in which NCCL makes segments for ranks of a host, and bytes there that suffice for eight ranks."""
+
+Place = Callable[[], tuple[int | None, int | None]]
+"""The peer and the row of the table that a rank waits for."""
+
+SPINS = 200
+"""How often `NcclCommunicators.settle` looks before it sleeps in between."""
+
+
+def prepare_library(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str) -> NcclLibrary:
+    """NCCL, with the variables set that it reads when it is first used; what is set already stays.
+
+    Raises
+    ------
+    UsageError
+        As `find_library`.
+    """
+    if trees:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if ranks_per_gpu > 1:
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
+    return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
+
+
+def short_of_shared_memory() -> str:
+    """Return what a failure of NCCL's start has to say of ``/dev/shm``: empty where enough of it is free.
+
+    Containers have 64 MB there by default, and NCCL's error does not name it.
+    """
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return ""
+    free, size = found.f_frsize * found.f_bavail, found.f_frsize * found.f_blocks
+    if free >= ENOUGH_SHARED:
+        return ""
+    return (
+        f"; {SHARED_MEMORY} has {format_size(free)} free of {format_size(size)}, which can be too little for NCCL "
+        "(docker run --shm-size=1g)"
+    )
+
+
+@dataclass(slots=True, eq=False)
+class ParentCommunicator:
+    """A communicator on which nothing is under way any more, for the ranks of it that are left.
+
+    Parameters
+    ----------
+    link : Link
+    name : str
+        The same on all of its ranks, and on no other communicator.
+    rank, size : int
+        Of this rank in it, and of all.
+    used : bool
+        Whether it has been shrunk, or is aborted.
+    """
+
+    link: NcclCommunicator
+    name: str
+    rank: int
+    size: int
+    used: bool = False
+    _aborting: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
+
+    def abort(self) -> None:
+        """Abort it, from any thread; a second time is fine, and waits for the first."""
+        with self._aborting, suppress(NcclFailed):
+            first, self._aborted, self.used = not self._aborted, True, True
+            if first:
+                self.link.abort()
+
+
+class NcclCommunicators:
+    """Communicators among the same ranks, as many as lanes.
+
+    Parameters
+    ----------
+    library : Library
+    cupy : module
+    world : World
+    device : int
+        Number of this rank's GPU.
+    timeout : float
+        Seconds to wait for the other ranks.
+    parent : Parent, optional
+        Of which the first communicator may be made; it is aborted when that is there, or when this one is.
+
+    Attributes
+    ----------
+    keeps : bool
+        Whether the first communicator shall stay where the others are aborted, if it can: for `parent`.
+    parent : Parent or None
+        What has stayed so, of this back end or of the one before.
+    shrunk : bool
+        Whether the first communicator was made of another one.
+    """
+
+    def __init__(
+        self,
+        library: NcclLibrary,
+        cupy: ModuleType,
+        world: ControlPlane,
+        *,
+        device: int,
+        timeout: float,
+        parent: ParentCommunicator | None = None,
+    ) -> None:
+        self.keeps = self.shrunk = False
+        self.parent = parent
+        self._name = ""
+        self._library = library
+        self._cupy: Any = cupy
+        self._world = world
+        self._device = device
+        self._timeout = timeout
+        self._made: list[NcclCommunicator] = []
+        self._calls = threading.Lock()
+        self._ended = False
+        self._gone = threading.Event()
+
+    def have(self, count: int) -> list[NcclCommunicator]:
+        """This many communicators or more; all ranks make the same ones at the same time.
+
+        Raises
+        ------
+        BackendError
+            A rank does not come, or NCCL refuses.
+        """
+        while len(self._made) < count:
+            self._connect()
+        return self._made
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The messages inside belong together.
+
+        Raises
+        ------
+        NcclFailed
+            The communicators are being aborted, or NCCL refuses.
+        """
+        with self.call(), self._library.group():
+            yield
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """What is called inside has the communicators for itself; raises as `group`."""
+        with self._calls:
+            self._check()
+            yield
+
+    def settle(self, link: NcclCommunicator, check: Callable[[], None]) -> None:
+        """Wait until what was begun on a communicator is queued on its stream, so that the stream can be given more.
+
+        Parameters
+        ----------
+        link : Link
+        check : callable
+            Called again and again; what it raises ends the waiting.
+        """
+        spins = 0
+        while not self._library.waits:
+            with self._calls:
+                self._check()
+                if link.ready():
+                    return
+            try:
+                check()
+            except BaseException:
+                self._calm(link)
+                raise
+            spins += 1
+            time.sleep(0 if spins < SPINS else 1e-4)
+
+    def _calm(self, link: NcclCommunicator) -> None:
+        """Give NCCL's own thread time to have queued what was begun: a capture must not end before."""
+        end = time.monotonic() + BLOCKED_CALL_SECONDS
+        with suppress(NcclFailed):
+            while time.monotonic() < end:
+                with self._calls:
+                    if self._ended or link.ready():
+                        return
+                time.sleep(1e-3)
+
+    def error(self) -> str | None:
+        """What NCCL itself has met in the background; it is not asked while a call runs."""
+        if not self._calls.acquire(blocking=False):
+            return None
+        try:
+            if not self._ended:
+                for link in self._made:
+                    link.ready()
+        except Exception as error:  # of any kind: the guard, who asks, must live on
+            return str(error) or type(error).__name__
+        finally:
+            self._calls.release()
+        return None
+
+    def abort(self, *, idle: bool = False) -> None:
+        """Begin to let go of everything that waits for other ranks; from any thread, it does not wait itself.
+
+        Where it is ``idle`` nothing is under way.
+        """
+        self._leave(lambda link: None if self._keep(link, idle) else self._drop(link))
+
+    def let_go(self) -> None:
+        """Abort what has stayed; it does not wait for long."""
+        parent, self.parent = self.parent, None
+        if parent is not None:
+            parent.used = True
+            self._apart(parent.abort).join(ABORT_SECONDS)
+
+    def give_up(self) -> None:
+        """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
+        self._leave(lambda link: link.destroy())
+
+    def left(self, seconds: float) -> bool:
+        """Wait so long for what `abort` or `give_up` has begun; whether it has ended."""
+        return not self._ended or self._gone.wait(seconds)
+
+    def _leave(self, how: Callable[[NcclCommunicator], object]) -> None:
+        if self._ended:
+            return  # they are being left already
+        self._ended = True
+
+        def leave() -> None:
+            if self._calls.acquire(timeout=BLOCKED_CALL_SECONDS):
+                self._calls.release()  # whoever comes now finds that it has ended
+            # side by side: kernels of one communicator may wait for another's
+            for thread in [self._apart(partial(how, link)) for link in self._made]:
+                thread.join()
+            self._gone.set()
+
+        threading.Thread(target=leave, name="nccl farewell", daemon=True).start()
+
+    def _apart(self, leave: Callable[[], object]) -> threading.Thread:
+        """Leave a communicator in a thread of its own."""
+
+        def run() -> None:
+            # why the communicators end is told already, and one that cannot be freed is all that remains of it
+            with suppress(Exception):
+                use_device(self._cupy, self._device)
+                leave()
+
+        thread = threading.Thread(target=run, name="nccl farewell", daemon=True)
+        thread.start()
+        return thread
+
+    def _drop(self, link: NcclCommunicator) -> None:
+        """Abort a communicator, and before it the one of which it is made, with which NCCL would else go on."""
+        if self.parent is not None and link is self._made[0]:
+            self.parent.abort()
+        link.abort()
+
+    def _keep(self, link: NcclCommunicator, idle: bool) -> bool:
+        """Let a communicator stay, with nothing under way on it, if that is wanted and can be."""
+        if not self.keeps or link is not self._made[0]:
+            return False
+        shrinking = self._library.shrinking
+        if shrinking is None:
+            return False
+        if not idle:
+            if not shrinking.revokes:
+                return False
+            end = time.monotonic() + BLOCKED_CALL_SECONDS
+            try:
+                shrinking.revoke(link)
+                while not link.ready():
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(LOOK_SECONDS)
+            except NcclFailed:
+                return False
+        self.parent = ParentCommunicator(link, self._name, self._world.rank, self._world.size)
+        return True
+
+    def join(self, begin: Callable[[], NcclCommunicator]) -> NcclCommunicator:
+        """One more communicator, with all who begin the same; waits for them until it is aborted.
+
+        The rank's GPU becomes current in the thread that calls this.
+
+        Raises
+        ------
+        NcclFailed
+            NCCL refuses.
+        """
+        use_device(self._cupy, self._device)
+        link = begin()
+        with self._calls:
+            late = self._ended
+            # so that it can be aborted while it still looks for the others
+            self._made.append(link)
+        if late:
+            self._drop(link)
+        while not self._ready(link):
+            time.sleep(LOOK_SECONDS)
+        return link
+
+    def _check(self) -> None:
+        if self._ended:
+            raise NcclFailed("the communicators were aborted")
+
+    def _connect(self) -> None:
+        """Make one more; in a thread, since NCCL may wait for all ranks without end and cannot be called back."""
+        begin = self._beginning()
+        failure: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                self.join(begin)
+            except Exception as error:  # of any kind: this thread has nobody else to tell
+                failure.append(error)
+
+        thread = threading.Thread(target=join, name="nccl connect", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + self._timeout
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            trouble = self._world.trouble()
+            if trouble is None and time.monotonic() > deadline:
+                trouble = self._told(
+                    f"found no other ranks for {self._timeout:g} s; NCCL_DEBUG=INFO tells more"
+                    f"{short_of_shared_memory()}"
+                )
+            if trouble is not None:
+                raise trouble
+        if failure:
+            words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
+            raise self._told(
+                f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why{short_of_shared_memory()}"
+            )
+        self.let_go()
+
+    def _beginning(self) -> Callable[[], NcclCommunicator]:
+        """How one more communicator begins, alike on all ranks: of the one that has stayed on all, or by a new id."""
+        world, parent, shrinking = self._world, self.parent, self._library.shrinking
+        stays = parent is not None and not parent.used
+        mine = {
+            # NCCL keeps a thread for each id until all ranks have come
+            "id": "" if world.rank or stays else self._library.unique_id().hex(),
+            "parent": [parent.name, parent.rank] if parent is not None and stays else None,
+        }
+        said = world.gather(json.dumps(mine).encode(), timeout=self._timeout)
+        self._name = self._name or hashlib.sha256(b"".join(said)).hexdigest()[:16]
+        told = [json.loads(one) for one in said]
+        if parent is not None and shrinking is not None and all(one["parent"] for one in told):
+            names, places = zip(*(one["parent"] for one in told), strict=True)
+            without = sorted({*range(parent.size)} - {*places})
+            if len({*names}) == 1 and without and list(places) == sorted(places):
+                parent.used = self.shrunk = True
+                return lambda: shrinking.shrink(parent.link, without)
+        unique_id = bytes.fromhex(told[0]["id"])
+        if not unique_id:
+            made = b"" if world.rank else self._library.unique_id()
+            unique_id = world.gather(made, timeout=self._timeout)[0]
+        return lambda: self._library.connect(world.size, world.rank, unique_id)
+
+    def _ready(self, link: NcclCommunicator) -> bool:
+        """Whether there is nothing to wait for any more."""
+        with self._calls:
+            return self._ended or link.ready()
+
+    def _told(self, what: str) -> BackendError:
+        """A failure of NCCL that all ranks are told of."""
+        error = BackendError(f"NCCL {what} ({describe_library(self._library)})", rank=self._world.rank)
+        self._world.tell(error)
+        return self._world.trouble() or error
+
+
+class CollectiveGuard:
+    """Watches one collective at a time.
+
+    Parameters
+    ----------
+    world : World
+    connections : Connections
+    timeout : float
+        Seconds without an ended step.
+
+    Attributes
+    ----------
+    error : BackendError or None
+        Why the communicators were aborted.
+    """
+
+    def __init__(self, world: ControlPlane, connections: NcclCommunicators, *, timeout: float) -> None:
+        self.error: BackendError | None = None
+        self._world = world
+        self._connections = connections
+        self._timeout = timeout
+        self._progress: Callable[[], int] | None = None
+        self._since = 0.0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._aborted = False
+        self._thread = threading.Thread(target=self._work, name="nccl guard", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
+        """Watch what runs inside.
+
+        Parameters
+        ----------
+        progress : callable
+            A number that changes whenever a step has ended.
+        place : callable
+        """
+
+        def waiting() -> Waiting:
+            return Waiting(*place(), time.monotonic() - self._since)
+
+        with self._changed:
+            self._progress, self._since = progress, time.monotonic()
+            self._world.waiting = waiting
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._progress = None
+                self._world.waiting = waits_for_no_peer
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def stop(self, error: BackendError) -> None:
+        """Begin to abort the communicators, from any thread; the first error stays."""
+        with self._changed:
+            self.error = self.error or error
+            first, self._aborted = not self._aborted, True
+        if first:
+            self._connections.abort()
+
+    def close(self) -> None:
+        """End the thread; closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(SHUTDOWN_NOTICE_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._progress is not None)
+                if self._closed:
+                    return
+                progress = self._progress
+            assert progress is not None, "that was waited for"
+            self._attend(progress)
+
+    def _attend(self, progress: Callable[[], int]) -> None:
+        """Look after one collective until it has ended or been stopped."""
+        last = progress()
+        while self.error is None:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._progress is not progress or self._closed, WATCH_SECONDS
+                ):
+                    return
+            error = self._world.trouble() or self._own_error()
+            if error is None and progress() != last:
+                self._since, last = time.monotonic(), progress()
+            elif error is None and time.monotonic() - self._since > self._timeout:
+                self._world.stalled(self._timeout)
+                error = self._world.trouble()
+                # somebody still moves: look again a quarter of the timeout later
+                self._since = max(self._since, time.monotonic() - 0.75 * self._timeout)
+            if error is not None:
+                self.stop(error)
+        with self._changed:
+            self._changed.wait_for(lambda: self._progress is not progress or self._closed)
+
+    def _own_error(self) -> BackendError | None:
+        """What NCCL itself has met."""
+        met = self._connections.error()
+        if met is None:
+            return None
+        wait = self._world.waiting()
+        error = BackendError(
+            f"NCCL reports {met}; NCCL_DEBUG=WARN tells more",
+            rank=self._world.rank,
+            peer=wait.peer,
+            step=wait.step,
+        )
+        self._world.tell(error)
+        return self._world.trouble() or error

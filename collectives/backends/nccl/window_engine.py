@@ -1,0 +1,489 @@
+"""Run a rank's whole part of a collective in one kernel, in memory that the GPUs write to each other.
+
+The kernel works through the tables of `kernel_program`, which are copied to the GPU's memory here. A page of host
+memory connects both: the kernel's progress and its wait, and the request to end.
+
+Between domains messages move behind each kernel but the last. Each carries the sender's failure flag, which the next
+kernel reads, so no rank returns the output of a kernel that gave up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.backend import AVERAGED, Call
+from collectives.backends.nccl.device_arenas import DeviceArenas
+from collectives.backends.nccl.kernel_program import (
+    FLAG_BYTES,
+    MOST_ENDS,
+    KernelMessage,
+    KernelPhase,
+    KernelPlan,
+)
+from collectives.backends.nccl.tree_steps import order_of
+from collectives.tables.kernels.kernel_launch import Kernels
+from collectives.tables.kernels.source import forest_kernel, switch_adds
+from collectives.tables.lowering import PlanKey
+from collectives.tables.transfer_table import Given, TransferTable
+
+THREADS, SMALL_THREADS = 512, 256
+"""Threads of a block, and where a collective is small; as in ``forest.cu``."""
+
+BLOCKS = 24
+"""Blocks of the kernel at most: they cost the SMs that other kernels would have."""
+
+SLOT_BYTES = 128 << 10
+"""The default for bytes of a slot."""
+
+SMALL_BLOCKS = 8
+"""Blocks of the kernel for small collectives."""
+
+SMALL_BYTES = 16 << 10
+"""The default for how long small collectives are."""
+
+MOST_PATIENCE = 1 << 62
+"""Nanoseconds that a kernel waits at most."""
+
+KEPT = 16
+"""Programs whose tables stay in the GPU's memory."""
+
+STOP, FAILED, FIRST_BLOCK = range(3)
+"""Words of the page that host and kernel share; as in ``forest.cu``."""
+
+LATE, TOLD = 1, 3
+"""What the kernel says has failed: a peer did not come in time; a rank of another domain gave up."""
+
+COMPLETE = 0xFFFFFFFF
+"""In the word of a block: it has ended; as in ``forest.cu``."""
+
+Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
+"""What a program depends on: table, dtype, operation, which elements the rank gives and gets, and whether others write
+to its result."""
+
+Move = Callable[[Sequence[tuple[bool, int, int, int]]], None]
+"""Queues messages that belong together: whether it sends, the peer, an address and bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class KernelLaunch:
+    """A kernel of a program, and the messages behind it.
+
+    Parameters
+    ----------
+    job : CuPy array or None
+        What the kernel is told; None where there is none.
+    grid : int
+    messages : tuple of Message
+    counts : int
+        Address of the numbers that count the chunks of earlier collectives.
+    phase : Phase or None
+        Its tables, for reports of failures; None where there are none.
+    """
+
+    job: Any
+    grid: int
+    messages: tuple[KernelMessage, ...]
+    counts: int = 0
+    phase: KernelPhase | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BoundKernelPlan:
+    """A program whose tables lie on the GPU.
+
+    Parameters
+    ----------
+    kernel : callable
+    launches : tuple of Launch
+    threads, itemsize : int
+    room : CuPy array or None
+        For sums that are needed again, and for messages.
+    small : bool
+        Whether everything is sent to everybody.
+    kept : list
+        CuPy arrays that the jobs lead to.
+    """
+
+    kernel: Any
+    launches: tuple[KernelLaunch, ...]
+    threads: int
+    itemsize: int
+    room: Any
+    small: bool
+    kept: list[Any]
+
+
+class WindowEngine:
+    """Runs collectives among the ranks of a region; all of them have the same settings.
+
+    Parameters
+    ----------
+    cupy : module
+    kernels : Kernels
+        Of the GPU that is current now and in every call.
+    region : Region
+    stream : cupy.cuda.Stream
+        Where kernels run.
+    timeout : float
+        Seconds; after twice as many without a chunk the kernel ends by itself, if the host has not stopped it before.
+    blocks : int
+        Of the kernel, at most.
+    slot_bytes : int
+        The longest chunk; a multiple of 256.
+    small_bytes : int
+        Up to here ranks send all they have to all others, instead of along trees; a multiple of 16.
+    room_bytes : int, optional
+        Of each arena for slots and flags, the same on all ranks; all of it by default.
+    exact : bool
+        Sums have the plan's bits; else the switch may add, where there is one that can, in any order.
+
+    Attributes
+    ----------
+    region : Region
+    blocks : int
+    alone : bool
+        There is one domain.
+    """
+
+    def __init__(
+        self,
+        cupy: ModuleType,
+        kernels: Kernels,
+        region: DeviceArenas,
+        stream: Any,
+        *,
+        timeout: float,
+        blocks: int = BLOCKS,
+        slot_bytes: int = SLOT_BYTES,
+        small_bytes: int = SMALL_BYTES,
+        room_bytes: int | None = None,
+        exact: bool = True,
+    ) -> None:
+        self._cupy: Any = cupy
+        self._kernels = kernels
+        self.region = region
+        self._stream = stream
+        self._timeout = timeout
+        self.blocks = blocks
+        self._slot_bytes = slot_bytes
+        self._exact = exact
+        self._room = region.array(room_bytes or region.nbytes)  # for inboxes, flags and slots
+        self._base = region.offset(self._room.data.ptr)
+        self._end = self._base + self._room.nbytes
+        self._ran: set[str] = set()
+        self._plans: dict[tuple[str, bool], tuple[KernelPlan, Any] | None] = {}
+        self._programs: OrderedDict[Layout, BoundKernelPlan] = OrderedDict()
+        self._captured: list[tuple[BoundKernelPlan, object]] = []
+        self._running: BoundKernelPlan | None = None
+        words = FIRST_BLOCK + 2 * max(blocks, SMALL_BLOCKS)
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * words)
+        self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
+        self._page[:] = 0
+        self._inbox = self._base
+        inboxes = 4 * small_bytes * region.size
+        self.alone = len(set(region.domains)) == 1
+        self._small_bytes = small_bytes if inboxes <= self._room.nbytes and self.alone else 0
+        self._base += inboxes if self._small_bytes else 0
+        with stream:
+            self._dead = cupy.zeros(1, dtype=np.uint64)
+            self._others = cupy.zeros(region.size, dtype=np.uint64)
+            self._numbers = cupy.zeros(SMALL_BLOCKS, dtype=np.uint64)
+            self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
+
+    def place(self, call: Call[Any], *, direct: bool = False) -> BoundKernelPlan | None:
+        """The program of a call; None where the plan is too large for region or kernel, on all ranks alike.
+
+        Parameters
+        ----------
+        call : Call
+        direct : bool
+            Whether the results of all ranks begin at the same place of their arenas.
+        """
+        one = call.memory[0]
+        layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
+        if layout not in self._programs:
+            with self._stream:  # tables are there before the kernel
+                placed = self._small(call) or self._large(call, direct)
+            if placed is None:
+                return None
+            self._programs[layout] = placed
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(layout)
+        return self._programs[layout]
+
+    def place_of_result(self, address: int, nbytes: int) -> int:
+        """A number, the same on ranks whose results lie at the same place of their arenas; 0 where they do not."""
+        offset = self.region.offset(address)
+        return offset if self._end <= offset <= self.region.nbytes - nbytes else 0
+
+    def kept(self, call: Call[Any]) -> BoundKernelPlan | None:
+        """The program of a call like one before, in whose results others do not write."""
+        one = call.memory[0]
+        return self._programs.get((call.table, call.dtype, call.op, one.given, one.block, False))
+
+    def queue(
+        self,
+        placed: BoundKernelPlan,
+        source: int,
+        result: int,
+        move: Move | None = None,
+        *,
+        captured: object = None,
+    ) -> None:
+        """Queue a program on arrays at these addresses.
+
+        Parameters
+        ----------
+        placed : Placed
+        source, result : int
+        move : callable, optional
+            Where there are several domains: queues their messages.
+        captured : object
+            What a graph works on into which the program is captured: it is kept as long as the engine lives.
+        """
+        if captured is not None:
+            self._captured.append((placed, captured))
+        room = 0 if placed.room is None else placed.room.data.ptr
+        places = (source, result) if placed.small else (source, result, room)
+        with self._stream:
+            for one in placed.launches:
+                if one.job is not None:
+                    placed.kernel((one.grid,), (placed.threads,), (one.job, *map(np.int64, places)))
+                if one.messages:
+                    assert move is not None, "there are several domains"
+                    move(self._addressed(one.messages, (source, result, room), placed.itemsize))
+
+    def begins(self, placed: BoundKernelPlan) -> None:
+        """Forget what the blocks of an earlier kernel waited for; none may run."""
+        self._running = placed
+        self._page[FIRST_BLOCK:] = 0
+
+    def progress(self) -> int:
+        """A number that changes whenever a chunk is done."""
+        return int(self._page[FIRST_BLOCK::2].sum())
+
+    def waiting(self) -> tuple[int | None, int | None]:
+        """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault.
+
+        Between two kernels it is the peer whose message has not come, where there is one only.
+        """
+        running = self._running
+        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
+        if words:
+            small = running is not None and running.small
+            return (min(words) >> 24 & 0xFFFF) - 1, None if small else min(words) & 0xFFFFFF
+        blocks = self._page[FIRST_BLOCK::2].tolist()
+        for phase, one in enumerate(() if running is None else running.launches):
+            done = one.job is None or set(blocks[: one.grid]) == {phase << 32 | COMPLETE}
+            later = any(block >> 32 > phase for block in blocks)
+            if done and not later and one.messages:
+                peers = {message.peer for message in one.messages if not message.sends}
+                return (peers.pop(), None) if len(peers) == 1 else (None, None)
+        return None, None
+
+    def state(self) -> str:
+        """Return what the page and the flags hold, a line for each block and each flag that is waited for.
+
+        It explains a collective that did not end. The kernel must have ended, since this copies from the GPU.
+        """
+        names = {LATE: "late", TOLD: "a rank of another domain gave up"}
+        failed = int(self._page[FAILED])
+        lines = [
+            f"page: stop {int(self._page[STOP])}, failed {failed} ({names.get(failed, 'see forest.cu')})"
+        ]
+        running = self._running
+        words = self._page[FIRST_BLOCK:].reshape(-1, 2).tolist()
+        for block, (done, waits) in enumerate(words):
+            if not done and not waits:
+                continue
+            phase, chunks = done >> 32, done & 0xFFFFFFFF
+            far = "complete" if chunks == COMPLETE else f"{chunks} chunks"
+            line = f"block {block}: phase {phase}, {far}"
+            if not waits:
+                lines.append(line)
+                continue
+            turn, peer, row = waits >> 40, (waits >> 24 & 0xFFFF) - 1, waits & 0xFFFFFF
+            lines.append(f"{line}, waits in round {turn} for rank {peer}, row {row}")
+            if running is not None and not running.small and phase < len(running.launches):
+                lines += self._flags_of(running.launches[phase], block, turn, peer, row)
+        return "\n".join(lines)
+
+    def _flags_of(self, launch: KernelLaunch, block: int, turn: int, peer: int, row: int) -> list[str]:
+        """Return a line for each flag from a peer that a block may wait for in a round."""
+        tables = launch.phase
+        if tables is None or not len(tables.steps) or block >= launch.grid:
+            return []
+        lines = []
+        for step in tables.steps[tables.blocks[block] : tables.blocks[block + 1]]:
+            chunk = turn - int(step["level"])
+            for place in range(int(step["arrivals"] + step["departures"])):
+                end = tables.ends[step["first"] + place]
+                if (int(end["peer"]), int(end["row"])) != (peer, row) or end["count"] < 0 or chunk < 0:
+                    continue
+                arrives = place < step["arrivals"]
+                what, offset = ("data", end["data"]) if arrives else ("credit", end["credit"])
+                earlier = self._word(launch.counts + 8 * int(end["sent"]))
+                wanted = earlier + chunk + 1 - (0 if arrives else int(end["count"]))
+                found = self._word(self.region.addresses[self.region.rank] + int(offset))
+                lines.append(
+                    f"  {what} flag at {int(offset)} of the arena: {found}, wanted {wanted} "
+                    f"({earlier} of earlier collectives, chunk {chunk})"
+                )
+        return lines
+
+    def _word(self, address: int) -> int:
+        """Return 8 bytes of the GPU's memory as a number."""
+        word = np.zeros(1, dtype=np.uint64)
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
+        return int(word[0])
+
+    def stop(self) -> None:
+        """Tell the kernel to end, and all later ones; from any thread."""
+        self._page[STOP] = 1
+
+    @property
+    def late(self) -> bool:
+        """Whether the kernel has ended because it has waited too long."""
+        return bool(self._page[FAILED] == LATE)
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether there are graphs that may be launched at any time."""
+        return bool(self._captured)
+
+    @property
+    def told(self) -> bool:
+        """Whether the kernel has ended because a rank of another domain gave up."""
+        return bool(self._page[FAILED] == TOLD)
+
+    def _addressed(
+        self, messages: Sequence[KernelMessage], places: tuple[int, int, int], itemsize: int
+    ) -> list[tuple[bool, int, int, int]]:
+        """Messages with their addresses, and behind them for each peer the word for failures."""
+        moved = [
+            (one.sends, one.peer, places[one.buffer] + one.first * itemsize, one.count * itemsize)
+            for one in messages
+        ]
+        for sends, peer in sorted({(one.sends, one.peer) for one in messages}):
+            word = self._dead.data.ptr if sends else self._others.data.ptr + 8 * peer
+            moved.append((sends, peer, word, 8))
+        return moved
+
+    def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
+        """Everything to everybody; None where that is no way."""
+        if call.table.count * call.itemsize > self._small_bytes:
+            return None
+        orders = order_of(PlanKey(call.plan.digest, call.plan))
+        if orders is None:
+            return None
+        codes = [rank << 2 | action for order in orders for rank, action in order]
+        firsts = np.cumsum([0, *(len(order) for order in orders)])
+        half = 2 * self._small_bytes * self.region.size
+        tables, places = self._put((call.table.bounds, firsts, np.array(codes, dtype=np.int64)))
+        numbers = [call.table.count, self._inbox, half, *places, self._numbers.data.ptr]
+        kernel = self._ready(call, "small")
+        launch = KernelLaunch(self._job(numbers), SMALL_BLOCKS, ())
+        return BoundKernelPlan(kernel, (launch,), SMALL_THREADS, call.itemsize, None, True, [tables])
+
+    def _large(self, call: Call[Any], direct: bool) -> BoundKernelPlan | None:
+        """Along the trees; None where the plan finds no room."""
+        switched = bool(self.region.multicast)
+        able = switched and any(device.reduce for device in call.plan.topology.devices)
+        adds = able and switch_adds(call.op, call.dtype, exact=self._exact)
+        found = self._plan(call, adds=adds, copies=switched)
+        if found is None:
+            return None
+        plan, counts = found
+        tables = plan.tables(call.table, call.memory[0], call.itemsize, direct=direct)
+        kernel = self._ready(call, "switch" if plan.stars else "forest")
+        kept: list[Any] = []
+        launches, received = [], False
+        for number, phase in enumerate(tables.phases):
+            launches.append(self._launch(number, phase, counts, kept, looks=received))
+            received |= any(not message.sends for message in phase.messages)
+        nbytes = tables.room * call.itemsize
+        room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
+        return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
+
+    def _plan(self, call: Call[Any], *, adds: bool, copies: bool) -> tuple[KernelPlan, Any] | None:
+        """A plan with its place in the arenas, and where this rank counts its chunks."""
+        digest = call.plan.digest
+        if (digest, adds) not in self._plans:
+            plan = KernelPlan(
+                PlanKey(digest, call.plan),
+                base=self._base,
+                stride=self._slot_bytes,
+                blocks=self.blocks,
+                room=(self._end - self._base) // 2,  # others may come
+                domains=self.region.domains,
+                adds=adds,
+                copies=copies,
+            )
+            if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
+                self._plans[digest, adds] = None
+            else:
+                self._base += -(-plan.nbytes // FLAG_BYTES) * FLAG_BYTES
+                counts = self._cupy.zeros(max(plan.numbers, 1), dtype=np.uint64)
+                self._plans[digest, adds] = plan, counts
+        return self._plans[digest, adds]
+
+    def _launch(
+        self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool
+    ) -> KernelLaunch:
+        """A kernel and what follows; one without steps too, where it has to look whether those that sent gave up."""
+        blocks = phase.blocks
+        if not len(phase.steps):
+            if not looks:
+                return KernelLaunch(None, 0, phase.messages)
+            blocks = np.zeros(2, dtype=np.int64)
+        tables, places = self._put((blocks, phase.steps, phase.ends))
+        kept.append(tables)
+        job = self._job([*places, counts.data.ptr, number])
+        return KernelLaunch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
+
+    def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
+        """Put tables into the GPU's memory; where each lies."""
+        flat = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in parts]
+        made = self._cupy.asarray(np.concatenate(flat))
+        places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
+        return made, [int(place) for place in places]
+
+    def _job(self, numbers: list[int]) -> Any:
+        """What a kernel is told: what all have in common, and these numbers."""
+        control = [
+            *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
+            *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
+            *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, MOST_PATIENCE))),
+        ]
+        return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
+
+    def _ready(self, call: Call[Any], kind: str) -> Any:
+        """Return the kernel of a call, loaded."""
+        averages = call.dtype in AVERAGED
+        return self.loaded(forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, kind=kind))
+
+    def loaded(self, name: str) -> Any:
+        """Return the kernel of this name, which has run once on nothing before any rank waits for it.
+
+        The first launch may load the kernel, and wait for the GPU.
+        """
+        kernel = self._kernels.forest(name)
+        if name not in self._ran:
+            self._ran.add(name)
+            zeros = self._cupy.zeros(4, dtype=np.uint64).data.ptr
+            small = name.startswith("small_")
+            job = self._job([0, 0, 0, *[zeros] * 4] if small else [*[zeros] * 4, 0])
+            places = [0] * (2 if small else 3)
+            threads = SMALL_THREADS if small else THREADS
+            kernel((1,), (threads,), (job, *map(np.int64, places)))
+            self._stream.synchronize()
+        return kernel

@@ -1,0 +1,379 @@
+"""Keep the verified plans and the chunk sizes of a communicator; find each when it is first needed.
+
+`PlanStore` plans a collective, root and message size once and keeps its transfer table's key.
+
+`ChunkSizes` searches as Blink (Wang et al., MLSys 2020), section 4: start at 1 MB, multiply (here by 4) while
+throughput rises, then step back half of the way to the better neighbour. Chunks that stay in a CPU's L2 cache may be
+the fastest, so the search divides the first size too, unless that is hopeless. Every size is tried twice and its
+better rate counts; a size must be `SEARCH_GAIN` times as fast as the best one before it. At most 7 sizes, 14 calls.
+A size is remembered for a plan, a back end and a class of buffer sizes (between two powers of two); the search that
+ends first decides for its class. It changes the speed of a collective, never its result. All ranks choose from the
+same seconds: the longest that any of them took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from collectives.tables.lowering import PlanKey
+from topoplan.errors import UsageError
+from topoplan.machine.topology import Topology
+from topoplan.model.schedule_selection import plan_like
+from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.verify import verify_all
+
+FIRST_CHUNK = 1 << 20
+"""First size, in bytes."""
+
+SMALLEST_CHUNK = 64 << 10
+"""Smallest size that is tried, in bytes: below it the cost of each transfer outweighs everything."""
+
+LARGEST_CHUNK = 64 << 20
+"""Largest size that is tried, in bytes."""
+
+SEARCH_FACTOR = 4
+
+SEARCH_GAIN = 1.03
+"""Smaller gains are noise."""
+
+HOPELESS_FACTOR = 1.5
+"""A size that is so much slower than the best ends the search among smaller ones."""
+
+CHUNKS_FORMAT = "topoplan.chunks/1"
+
+OPEN_SEARCHES = 64
+"""Searches that are kept at a time; beyond them, the one that began first is given up."""
+
+ChunkKey = tuple[str, str, int]
+"""Plan digest, back end, and the power of two that the bytes do not exceed."""
+
+
+class ChunkSizes:
+    """Chunk sizes of one back end.
+
+    Parameters
+    ----------
+    backend : str
+        Its name.
+    fixed : int, optional
+        Bytes; then nothing is searched for.
+
+    Raises
+    ------
+    UsageError
+        ``fixed`` is not positive.
+
+    Examples
+    --------
+    >>> sizes = ChunkSizes("loopback")
+    >>> while not sizes.settled("12ab", 8 << 20):
+    ...     size = sizes.choose("12ab", 8 << 20)
+    ...     sizes.measured("12ab", 8 << 20, seconds=1e-3 + size * 1e-9)
+    >>> sizes.choose("12ab", 8 << 20), sizes.choose("12ab", 7 << 20)
+    (65536, 65536)
+    """
+
+    def __init__(self, backend: str, *, fixed: int | None = None) -> None:
+        if fixed is not None and fixed < 1:
+            raise UsageError(f"chunks of {fixed} bytes do not exist; give at least 1, for example 262144")
+        self.backend = backend
+        self.fixed = fixed
+        self._found: dict[ChunkKey, int] = {}
+        self._open: dict[tuple[str, int], _ChunkSearch] = {}
+
+    def choose(self, plan: str, nbytes: int) -> int:
+        """Bytes of a chunk in the next call of this size; the same until `measured` is called.
+
+        Parameters
+        ----------
+        plan : str
+            Its digest.
+        nbytes : int
+            Of the buffer.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        found = self._found.get(self._key(plan, nbytes))
+        if found is None and (plan, nbytes) in self._open:
+            found = self._open[plan, nbytes].size
+        return max(min(FIRST_CHUNK if found is None else found, nbytes), 1)
+
+    def settled(self, plan: str, nbytes: int) -> bool:
+        """Whether calls of this size need not be measured."""
+        return self.fixed is not None or nbytes <= SMALLEST_CHUNK or self._key(plan, nbytes) in self._found
+
+    def measured(self, plan: str, nbytes: int, seconds: float) -> None:
+        """Take in how long a call with the chosen size took, on the slowest rank; nothing to do if `settled`."""
+        if self.settled(plan, nbytes):
+            return
+        if (plan, nbytes) not in self._open:
+            if len(self._open) == OPEN_SEARCHES:
+                del self._open[next(iter(self._open))]
+            self._open[plan, nbytes] = _ChunkSearch(nbytes)
+        settled = self._open[plan, nbytes].take(nbytes / max(seconds, 1e-9))
+        if settled is not None:
+            key = self._key(plan, nbytes)
+            self._found[key] = settled
+            self._open = {
+                (other, size): search
+                for (other, size), search in self._open.items()
+                if self._key(other, size) != key
+            }
+
+    def save(self, path: str | Path) -> None:
+        """Add the sizes that were found to a file, or make one; what it holds of other plans is kept.
+
+        Raises
+        ------
+        UsageError
+            The file is something else, and is left as it is; or it cannot be written.
+        """
+        path = Path(path)
+        kept = _read_chunk_sizes(path) if path.exists() else {}
+        entries = [
+            {"plan": plan, "backend": backend, "bytes": nbytes, "chunk": chunk}
+            for (plan, backend, nbytes), chunk in sorted({**kept, **self._found}.items())
+        ]
+        text = json.dumps({"format": CHUNKS_FORMAT, "sizes": entries}, indent=1) + "\n"
+        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+        try:
+            draft.write_text(text)
+            os.replace(draft, path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from error
+
+    def load(self, path: str | Path) -> None:
+        """Take over the sizes in a file, those of other back ends too, which only `save` uses.
+
+        Raises
+        ------
+        UsageError
+            There is no such file, or it is something else; nothing has been taken over.
+        """
+        self._found.update(_read_chunk_sizes(Path(path)))
+        self._open = {
+            (plan, nbytes): search
+            for (plan, nbytes), search in self._open.items()
+            if not self.settled(plan, nbytes)
+        }
+
+    def _key(self, plan: str, nbytes: int) -> ChunkKey:
+        return plan, self.backend, 1 << max(nbytes - 1, 0).bit_length()
+
+
+def chunk_search(limit: int) -> Generator[int, float, int]:
+    """A coroutine that yields the size to use next, is sent the rate that this gave, and returns the best size.
+
+    Parameters
+    ----------
+    limit : int
+        Largest size that makes sense, in bytes: that of the buffer.
+
+    Examples
+    --------
+    A machine on which chunks of 256 KiB are the fastest:
+
+    >>> from math import log
+    >>> search = chunk_search(16 << 20)
+    >>> tried = [next(search)]
+    >>> try:
+    ...     while True:
+    ...         tried.append(search.send(1 / (1 + abs(log(tried[-1] / (256 << 10))))))
+    ... except StopIteration as end:
+    ...     best = end.value
+    >>> [size >> 10 for size in tried[::2]], best >> 10
+    ([1024, 4096, 256, 64, 160], 256)
+    """
+    best = start = min(FIRST_CHUNK, limit)
+    rates = {best: (yield from _better_of_two(best))}
+    while (bigger := min(best * SEARCH_FACTOR, limit, LARGEST_CHUNK)) > best:
+        rates[bigger] = yield from _better_of_two(bigger)
+        if rates[bigger] < rates[best] * SEARCH_GAIN:
+            break
+        best = bigger
+    smaller = start
+    while smaller > SMALLEST_CHUNK and rates[smaller] * HOPELESS_FACTOR > rates[best]:
+        smaller = max(smaller // SEARCH_FACTOR, SMALLEST_CHUNK)
+        rates[smaller] = yield from _better_of_two(smaller)
+        if rates[smaller] >= rates[best] * SEARCH_GAIN:
+            best = smaller
+    order = sorted(rates)
+    place = order.index(best)
+    neighbours = order[max(place - 1, 0) : place] + order[place + 1 : place + 2]
+    if neighbours:
+        between = (best + max(neighbours, key=lambda size: rates[size])) // 2
+        if (yield from _better_of_two(between)) >= rates[best] * SEARCH_GAIN:
+            best = between
+    return best
+
+
+def _better_of_two(size: int) -> Generator[int, float, float]:
+    first = yield size
+    second = yield size
+    return max(first, second)
+
+
+class _ChunkSearch:
+    """A search that is under way for one buffer size."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._steps: Generator[int, float, int] = chunk_search(nbytes)
+        self.size = next(self._steps)
+
+    def take(self, rate: float) -> int | None:
+        """Go on with a rate in bytes per second; the best size once it is known."""
+        try:
+            self.size = self._steps.send(rate)
+        except StopIteration as end:
+            best: int = end.value
+            return best
+        return None
+
+
+def _read_chunk_sizes(path: Path) -> dict[ChunkKey, int]:
+    """The sizes in a file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read chunk sizes from {path}: {error.strerror}; check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is no file of chunk sizes: {error}; choose another, or remove it"
+        ) from error
+    told = content.get("format") if isinstance(content, dict) else None
+    if told != CHUNKS_FORMAT:
+        raise UsageError(
+            f"{path} is no file of chunk sizes: format {told!r} instead of {CHUNKS_FORMAT!r}; choose another"
+        )
+    entries = content.get("sizes")
+    if not isinstance(entries, list):
+        raise UsageError(f"{path} holds no list of sizes; choose another file, or remove it")
+    return dict(_chunk_entry(path, number, entry) for number, entry in enumerate(entries))
+
+
+def _chunk_entry(path: Path, number: int, entry: Any) -> tuple[ChunkKey, int]:
+    fields = entry if isinstance(entry, dict) else {}
+    plan, backend, nbytes, chunk = (fields.get(name) for name in ("plan", "backend", "bytes", "chunk"))
+    if isinstance(plan, str) and isinstance(backend, str) and _positive(chunk) and _power_of_two(nbytes):
+        return (plan, backend, nbytes), chunk
+    raise UsageError(
+        f"{path}, size {number}: {str(entry)[:80]} needs plan and backend as text, bytes as a power of two, "
+        "and chunk as a positive number; correct it, or remove the file"
+    )
+
+
+def _positive(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _power_of_two(value: object) -> TypeGuard[int]:
+    return _positive(value) and value.bit_count() == 1
+
+
+class PlanStore:
+    """Verified plans of one allocation by collective, root and message size, and their transfer tables.
+
+    Parameters
+    ----------
+    plans : Plan or SizePlans
+        Verified here. Other plans are made for its topology and channels in the same way (`plan_like`), and verified.
+
+    Raises
+    ------
+    PlanError
+        A plan is wrong.
+    UsageError
+        It is a sparse plan.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
+    >>> store.plan("broadcast", 1, nbytes=400).root
+    1
+    """
+
+    def __init__(self, plans: Plans) -> None:
+        if any(plan.sparse for plan in plans.plans):
+            raise UsageError(
+                "this plan moves entries; give the plan of an allreduce, on which sparse_all_reduce finds its own"
+            )
+        verify_all(plans)
+        self._given = plans
+        self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
+        self._keys: dict[int, tuple[Plan, PlanKey]] = {}
+
+    @property
+    def topology(self) -> Topology:
+        """The machine that all plans are made for."""
+        return self._given.topology
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The channels of all plans; of plans by size, those of large buffers."""
+        return self._given.plans[-1].channels
+
+    def knows(self, collective: str, root: int | None) -> bool:
+        """Whether a collective was planned before."""
+        return (collective, root) in self._plans
+
+    def plan(
+        self,
+        collective: str,
+        root: int | None,
+        nbytes: int,
+        *,
+        made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
+    ) -> Plan:
+        """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
+
+        Parameters
+        ----------
+        collective : str
+        root : int or None
+            Root rank of a broadcast or reduce, None for the others.
+        nbytes : int
+            Of the full gathered buffer for allgather and reduce_scatter.
+        made_by : callable, optional
+            Calls what plans, somewhere, and returns a verified plan; by default it is called here.
+        """
+        key = (collective, root)
+        if key not in self._plans:
+            self._plans[key] = (made_by or plan_locally)(
+                lambda: plan_like(self._given, collective, root=root)
+            )
+        return self._plans[key].at(nbytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of what the store was made with."""
+        return self._given.digest
+
+    def key(self, plan: Plan) -> PlanKey:
+        """A plan with its digest, computed once: by these two its transfer tables are kept.
+
+        The plan in it may be another object, an equal one: the first that this process has made a key of.
+        """
+        # held with the plan, since the number of an object that is gone may be another one's
+        if id(plan) not in self._keys:
+            self._keys[id(plan)] = plan, _first_equal(PlanKey(plan.digest, plan))
+        return self._keys[id(plan)][1]
+
+
+def plan_locally(make: Callable[[], Plans]) -> Plans:
+    """What a planner makes in this process, verified."""
+    made = make()
+    verify_all(made)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _first_equal(key: PlanKey) -> PlanKey:
+    """The first of equal keys, so that tables are found without looking through plans that were read twice."""
+    return key

@@ -1,0 +1,280 @@
+"""Check the arguments of each collective before anything is written.
+
+In allgather and reduce-scatter the buffer is the full gathered one, and rank r owns the r-th of N equal blocks of
+axis 0. So every rank gives some range of the buffer's elements and gets some range of the result:
+
+    4 ranks, reduce_scatter of 8 elements: rank 1 gives (0, 8) and gets (2, 4)
+    4 ranks, allgather to 8 elements:      rank 1 gives (2, 4) and gets (0, 8)
+
+The buffer of an all-to-all is that of all ranks together, block by block in the order of destinations and then of
+sources. So a rank gets one range of it, and gives one block in each of these ranges (`given_block`).
+
+There is one array for each rank of this process, all of one shape and dtype. ``out`` may be the inputs themselves;
+overlap between the ``out`` arrays of two ranks is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from collectives.backends.backend import Backend
+from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.transfer_table import Given, given_block, result_block
+from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_TO_ALL
+
+Array = TypeVar("Array")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallKind:
+    """What calls of one collective on arrays of one shape and dtype have in common; one object for all of them.
+
+    Parameters
+    ----------
+    collective : str
+    root : int or None
+    op : str or None
+        Reduction; None where data is only copied.
+    dtype : str
+    itemsize : int
+        Bytes of an element.
+    given, blocks : tuple of Given, tuple of (start, stop)
+        The elements of the buffer that each rank of this process puts in, and that are its result.
+    holders : sequence of int
+        The ranks that get a result.
+    shape : tuple of int
+        Of a result.
+    count : int
+        Elements of the buffer.
+    size : int
+        Number of ranks.
+    input_shape : tuple of int
+        Of every rank's array.
+    """
+
+    collective: str
+    root: int | None
+    op: str | None
+    dtype: str
+    itemsize: int
+    given: tuple[Given, ...]
+    blocks: tuple[tuple[int, int], ...]
+    holders: Sequence[int]
+    shape: tuple[int, ...]
+    count: int
+    size: int
+    input_shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, of an all-to-all those of one rank's."""
+        elements = self.count // self.size if self.collective == ALL_TO_ALL else self.count
+        return elements * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Array]):
+    """A collective whose arguments fit.
+
+    Parameters
+    ----------
+    kind : Kind
+    inputs : list of arrays, one for each rank of this process
+    outputs : list of arrays or None
+        The caller's arrays for results, where he gave some.
+    about : str or None
+        What the elements mean, where ranks that differ in it must not exchange them.
+    """
+
+    kind: CallKind
+    inputs: list[Array]
+    outputs: list[Array | None]
+    about: str | None = None
+
+
+def request(
+    collective: str,
+    backend: Backend[Array],
+    arrays: Any,
+    *,
+    out: Any,
+    op: str | None = None,
+    root: int | None = None,
+) -> Request[Array]:
+    """Check the arguments of a collective.
+
+    Parameters
+    ----------
+    collective : str
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
+    backend : Backend
+    arrays : array, or a list of one for each rank of this process
+    out : None, or as the results
+    op : str or None
+    root : int or None
+
+    Raises
+    ------
+    UsageError
+        Names the rank and what does not fit.
+    """
+    if root is not None:
+        try:
+            root = int(index(root))
+        except TypeError:
+            raise UsageError(f"root {root!r} is no rank; use 0 to {backend.size - 1}") from None
+    if root is not None and not 0 <= root < backend.size:
+        raise UsageError(f"root {root} is no rank; use 0 to {backend.size - 1}")
+    library = backend.arrays
+    inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
+    if op is not None:
+        library.check_reduction(op, inputs[0])
+    first = inputs[0]
+    asked = (collective, root, op, library.dtype(first), library.itemsize(first), library.shape(first))
+    kind = _call_kind(*asked, backend.size, backend.ranks)
+    outputs = check_outputs(
+        [out] if backend.one_rank and out is not None else out,
+        backend.ranks,
+        library,
+        shape=kind.shape,
+        like=first,
+        holders=kind.holders,
+    )
+    return Request(kind, inputs, outputs)
+
+
+@lru_cache(maxsize=256)
+def _call_kind(
+    collective: str,
+    root: int | None,
+    op: str | None,
+    dtype: str,
+    itemsize: int,
+    whole: tuple[int, ...],
+    size: int,
+    ranks: tuple[int, ...],
+) -> CallKind:
+    """The kind of a call on arrays of the shape ``whole``."""
+    shape = _result_shape(collective, whole, size)
+    count = math.prod(shape if collective == "allgather" else whole)
+    if collective == ALL_TO_ALL:
+        count *= size
+    holders = (root,) if collective == "reduce" and root is not None else ranks
+    blocks = tuple(
+        result_block(collective, root, rank, size, count) if rank in holders else (0, 0) for rank in ranks
+    )
+    given = tuple(given_block(collective, rank, size, count) for rank in ranks)
+    return CallKind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count, size, whole)
+
+
+def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Shape of a result where every rank gives an array of one shape; a single number counts as shape (1,)."""
+    if collective not in ("allgather", "reduce_scatter", ALL_TO_ALL):
+        return shape
+    length, *rest = shape or (1,)
+    if collective == "allgather":
+        return (ranks * length, *rest)
+    if length % ranks:
+        raise UsageError(
+            f"axis 0 of shape {shape} cannot be divided among {ranks} ranks; "
+            f"pad it to {length + -length % ranks}"
+        )
+    return shape if collective == ALL_TO_ALL else (length // ranks, *rest)
+
+
+def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLibrary[Array]) -> list[Array]:
+    """The arrays as a list, one per rank, of one shape and one supported dtype.
+
+    Raises
+    ------
+    UsageError
+        Names the first rank whose array does not fit.
+
+    Examples
+    --------
+    >>> from collectives.tables.numpy_arrays import NumpyArrays
+    >>> check_inputs([np.zeros(3), np.zeros(4)], range(2), NumpyArrays())
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: rank 1 has shape (4,) and rank 0 (3,); give every rank the same shape
+    """
+    listed = _one_per_rank(arrays, ranks, "arrays")
+    for rank, given in zip(ranks, listed, strict=True):
+        array = library.check(given, rank=rank, what="array")
+        first = listed[0]
+        if library.dtype(array) != library.dtype(first):
+            raise UsageError(
+                f"rank {rank} has dtype {library.dtype(array)} and rank {ranks[0]} {library.dtype(first)}; "
+                "give every rank the same dtype"
+            )
+        if library.shape(array) != library.shape(first):
+            raise UsageError(
+                f"rank {rank} has shape {library.shape(array)} and rank {ranks[0]} {library.shape(first)}; "
+                "give every rank the same shape"
+            )
+    return listed
+
+
+def check_outputs(
+    out: Sequence[Array | None] | None,
+    ranks: Sequence[int],
+    library: ArrayLibrary[Array],
+    *,
+    shape: tuple[int, ...],
+    like: Array,
+    holders: Sequence[int],
+) -> list[Array | None]:
+    """The caller's arrays for results, or None everywhere where he gave none or the rank gets no result.
+
+    Raises
+    ------
+    UsageError
+        Names the first rank whose ``out`` array has another shape or dtype, is read-only, or shares memory
+        with that of another rank.
+    """
+    kept: list[Array | None] = [None] * len(ranks)
+    if out is None:
+        return kept
+    given = _one_per_rank(out, ranks, "out arrays")
+    for place, rank in enumerate(ranks):
+        if rank not in holders:
+            continue
+        array = library.check(given[place], rank=rank, what="out array")
+        if library.dtype(array) != library.dtype(like) or library.shape(array) != shape:
+            raise UsageError(
+                f"rank {rank} has an out array of shape {library.shape(array)} and dtype {library.dtype(array)}; "
+                f"this result needs shape {shape} and dtype {library.dtype(like)}"
+            )
+        if not library.writeable(array):
+            raise UsageError(f"rank {rank} has a read-only out array; pass a copy or leave out away")
+        for other in range(place):
+            held = kept[other]
+            if held is not None and library.overlap(array, held):
+                raise UsageError(
+                    f"the out arrays of rank {ranks[other]} and rank {rank} share memory; "
+                    "give every rank its own"
+                )
+        kept[place] = array
+    return kept
+
+
+def _one_per_rank(arrays: Sequence[Item], ranks: Sequence[int], what: str) -> list[Item]:
+    if isinstance(arrays, np.ndarray) and arrays.ndim == 0:
+        raise UsageError(
+            f"a single number instead of {len(ranks)} {what}; pass a list with one array per rank"
+        )
+    listed = list(arrays)
+    if len(listed) != len(ranks):
+        raise UsageError(
+            f"{len(listed)} {what} for {len(ranks)} ranks; pass one per rank, in the order of the ranks"
+        )
+    return listed

@@ -1,0 +1,483 @@
+"""Build the program of a rank in steps: its sends, receives and joins in each step, and the memory of each.
+
+It serves back ends whose steps match on all ranks and have a fixed cost (NCCL's groups, torch's process groups, one
+GPU). A *move* is the traffic of one tree edge in one step: one chunk as in `transfer_table`, or several consecutive
+ones (``together``). A join can have a step of its own after the transfers that bring its operands
+(``join_steps=1``), so that it runs beside the transfers of the next chunks.
+
+Elements of which a rank has received nothing are read from its input. A receive goes into the result if that covers
+it, and else into scratch, which each shard of a rank uses as a ring. Rows go to *streams*: all to one, or each tree
+(shard) to one of its own, with a communicator of its own. Data received in a step is joined while the next step
+moves, so a send was joined two steps before; without ``overlap`` it is joined before the next step. Chunks to be
+joined arrive in slots of scratch, in two areas in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.backend import RankArrays
+from collectives.tables.kernels.kernel_launch import Chunks
+from collectives.tables.transfer_table import TransferTable, stream_of, streams
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """M moves in the order of a table's rows; columns of length M.
+
+    Parameters
+    ----------
+    row : array
+        The first of the rows of the table that a move stands for.
+    group : array
+        Chunks that go together have one group.
+    level : array
+        A move runs in step ``group + level``.
+    source, destination, shard, start, stop, add, source_fresh, destination_fresh : array
+        As in `TransferTable`.
+    """
+
+    row: Numbers
+    group: Numbers
+    level: Numbers
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+    shard: NDArray[np.int32]
+    start: Numbers
+    stop: Numbers
+    add: Flags
+    source_fresh: Flags
+    destination_fresh: Flags
+
+    @property
+    def step(self) -> Numbers:
+        """The step of each move."""
+        return self.group + self.level
+
+    def __len__(self) -> int:
+        """Number of moves."""
+        return len(self.row)
+
+
+def moves_of(table: TransferTable, *, together: int = 1, join_steps: int = 0) -> Moves:
+    """The moves of a table.
+
+    Parameters
+    ----------
+    table : TransferTable
+    together : int
+        Chunks of every shard in one move; of shards with fewer chunks, in proportion.
+    join_steps : int
+        0: what a step brings is joined before the next step. 1: while the next step moves; what needs the joined
+        data waits one step longer.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
+    >>> [int(moves_of(table, **how).step.max()) + 1 for how in ({}, {"together": 5}, {"join_steps": 1})]
+    [11, 3, 12]
+    >>> len(table), len(moves_of(table, together=5))
+    (4800, 960)
+    """
+    stream = stream_of(table)
+    chunks = np.array([part.chunks for part in streams(table)], dtype=np.int64)
+    level = np.array(_levels(table, join_steps), dtype=np.int64)
+    group = table.chunk * int(chunks.max(initial=0)) // chunks[stream] // together
+    key = group * len(chunks) + stream
+    _, first, length = np.unique(key, return_index=True, return_counts=True)
+    last = np.argsort(key, kind="stable")[np.cumsum(length) - 1]
+    return Moves(
+        row=first,
+        group=group[first],
+        level=level[stream[first]],
+        source=table.source[first],
+        destination=table.destination[first],
+        shard=table.shard[first],
+        start=table.start[first],
+        stop=table.stop[last],
+        add=table.add[first],
+        source_fresh=table.source_fresh[first],
+        destination_fresh=table.destination_fresh[first],
+    )
+
+
+def chunks_together(table: TransferTable, itemsize: int, step_bytes: int) -> int:
+    """Chunks of each shard that must go together for a step in the middle to move so many bytes.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
+    >>> chunks_together(table, 4, 10 * 480 * 160), chunks_together(table, 4, 1)
+    (3, 1)
+    """
+    groups = max((part.chunks for part in streams(table)), default=1)
+    moved = int((table.stop - table.start).sum()) * itemsize
+    return max(1, min(groups, -(-step_bytes * groups // max(moved, 1))))
+
+
+def _levels(table: TransferTable, join_steps: int) -> list[int]:
+    """The level of each stream."""
+    parts = streams(table)
+    levels: list[int] = []
+    for part in parts:
+        level = 0
+        for number in part.waits:
+            before = parts[number]
+            siblings = part.add and before.add and part.destination == before.destination
+            joined = before.add and before.destination in (part.source, part.destination)
+            level = max(level, levels[number] + (0 if siblings else 1 + (join_steps if joined else 0)))
+        levels.append(level)
+    return levels
+
+
+Place = tuple[Numbers, Numbers]
+"""Buffer and byte offset for every move."""
+
+VECTOR = 16
+"""Elements in scratch lie as those of whole buffers do, counted from here, so that kernels can use vectors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Places of M moves; buffer -1 where the rank lives in another process.
+
+    Rank number i of this process has buffers 2 i (given) and 2 i + 1 (result); scratch is the last one.
+
+    Parameters
+    ----------
+    source : Place
+        What is moved.
+    own : Place
+        What the destination has before.
+    target : Place
+        Where the destination puts what it has afterwards.
+    scratch : int
+        Bytes of scratch.
+    """
+
+    source: Place
+    own: Place
+    target: Place
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rings:
+    """Scratch of all ranks and shards: rings of slots, each slot for one group of chunks.
+
+    Parameters
+    ----------
+    base, depth : (ranks, shards) arrays
+        Where a ring begins, in bytes, and its number of slots.
+    slot : (shards,) array
+        Bytes of a slot.
+    total : int
+        Bytes of all rings.
+    """
+
+    base: Numbers
+    depth: Numbers
+    slot: Numbers
+    total: int
+
+    def offset(self, moves: Moves, rank: NDArray[np.int32], itemsize: int) -> Numbers:
+        """Bytes at which each move lies in the ring of this rank; of no use where it has none."""
+        turn = moves.group % self.depth[rank, moves.shard]
+        found: Numbers = self.base[rank, moves.shard] + turn * self.slot[moves.shard]
+        return found + moves.start * itemsize % VECTOR
+
+
+def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[Any]], itemsize: int) -> Places:
+    """Find the places of all moves.
+
+    Parameters
+    ----------
+    table : TransferTable
+    moves : Moves
+        Of that table.
+    memory : sequence of RankArrays
+        Only ``rank``, ``given`` and ``block`` matter.
+    itemsize : int
+        Bytes of an element.
+    """
+    number = np.full(table.ranks, -1, dtype=np.int64)
+    given = np.array([(0, 1, 0)] * table.ranks, dtype=np.int64)
+    block = np.zeros((table.ranks, 2), dtype=np.int64)
+    for i, one in enumerate(memory):
+        number[one.rank] = i
+        given[one.rank] = one.given[0], *(one.given[2:] or (1, 0))
+        block[one.rank] = one.block
+    rings = _rings(table, moves, number, block, itemsize)
+
+    def place(rank: NDArray[np.int32], fresh: Flags) -> Place:
+        inside = _is_result(moves, block, rank)
+        buffer = np.where(fresh, 2 * number[rank], np.where(inside, 2 * number[rank] + 1, 2 * len(memory)))
+        start, period, skip = given[rank].T
+        first = np.where(fresh, start + moves.start // period * skip, block[rank, 0])
+        offset = np.where(
+            fresh | inside, (moves.start - first) * itemsize, rings.offset(moves, rank, itemsize)
+        )
+        return np.where(number[rank] < 0, -1, buffer), offset
+
+    never = np.zeros(len(moves), dtype=np.bool_)
+    return Places(
+        source=place(moves.source, moves.source_fresh),
+        own=place(moves.destination, moves.destination_fresh),
+        target=place(moves.destination, never),
+        scratch=rings.total,
+    )
+
+
+def slot_bytes(elements: Numbers, itemsize: int) -> Numbers:
+    """Bytes of a slot for so many elements, wherever in a vector of 16 bytes the first one lies."""
+    return -(-elements * itemsize // VECTOR) * VECTOR + VECTOR
+
+
+def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, itemsize: int) -> _Rings:
+    shards = len(table.bounds) - 1
+    longest = np.zeros(shards, dtype=np.int64)
+    np.maximum.at(longest, moves.shard, moves.stop - moves.start)
+    slot = slot_bytes(longest, itemsize)
+
+    # A slot is first written at the lowest level, and used last at the highest; the transfers of the step that
+    # follows may run beside the joins of that one.
+    never = np.iinfo(np.int64).max
+    first = np.full((table.ranks, shards), never)
+    last = np.full((table.ranks, shards), -1, dtype=np.int64)
+    outside = (number[moves.destination] >= 0) & ~_is_result(moves, block, moves.destination)
+    np.minimum.at(first, (moves.destination[outside], moves.shard[outside]), moves.level[outside])
+    np.maximum.at(last, (moves.destination, moves.shard), moves.level)
+    read = ~moves.source_fresh
+    np.maximum.at(last, (moves.source[read], moves.shard[read]), moves.level[read])
+    used = first < never
+    groups = int(moves.group.max(initial=0)) + 1
+    depth = np.where(used, np.minimum(last - np.where(used, first, 0) + 2, groups), 1)
+    sizes = np.where(used, depth * slot, 0).reshape(-1)
+    base = (np.cumsum(sizes) - sizes).reshape(table.ranks, shards)
+    return _Rings(base, depth, slot, int(sizes.sum()))
+
+
+def _is_result(moves: Moves, block: Numbers, rank: NDArray[np.int32]) -> Flags:
+    """Whether what moves is part of the rank's result: a shard is so as a whole or not at all."""
+    within: Flags = (block[rank, 0] <= moves.start) & (moves.stop <= block[rank, 1])
+    return within
+
+
+SCRATCH = 2
+"""The buffer of scratch; 0 is what the rank has given, 1 its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMessage:
+    """A send or a receive.
+
+    Parameters
+    ----------
+    peer : int
+    row : int
+        Row of the table, which errors name.
+    buffer, offset, nbytes : int
+    """
+
+    peer: int
+    row: int
+    buffer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """What a rank does in one step of a lane.
+
+    Parameters
+    ----------
+    number : int
+        The same on all ranks.
+    sends, receives : tuple of Message
+        Between two ranks, in the same order on both.
+    join : int or None
+        Number of its joins among those of the lane's steps.
+    joined : int or None
+        Position of the last step whose joins must be done before this one begins to move.
+    """
+
+    number: int
+    sends: tuple[ProgramMessage, ...]
+    receives: tuple[ProgramMessage, ...]
+    join: int | None
+    joined: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramStream:
+    """Steps one after another, and what they join: launch by launch, in the order of the steps."""
+
+    steps: tuple[ProgramStep, ...]
+    joins: Chunks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SteppedProgram:
+    """All that one rank does.
+
+    Parameters
+    ----------
+    lanes : tuple of Lane
+    scratch : int
+        Bytes.
+    """
+
+    lanes: tuple[ProgramStream, ...]
+    scratch: int
+
+
+def program_of(
+    table: TransferTable,
+    one: RankArrays[Any],
+    itemsize: int,
+    *,
+    step_bytes: int,
+    by_tree: bool = False,
+    overlap: bool = True,
+) -> SteppedProgram:
+    """The program of one rank.
+
+    Parameters
+    ----------
+    table : TransferTable
+    one : RankArrays
+        The rank; the arrays themselves are not looked at.
+    itemsize : int
+        Bytes of an element.
+    step_bytes : int
+        Bytes that a rank sends in a step, on average and where the buffer has them.
+    by_tree : bool
+        A lane for each shard.
+    overlap : bool
+        Join while the next step moves; else before.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
+    >>> one = RankArrays(3, (0, 25600), None, (0, 25600), None)
+    >>> program = program_of(table, one, 4, step_bytes=1)
+    >>> [(len(step.sends), len(step.receives), step.join) for step in program.lanes[0].steps[:4]]
+    [(15, 15, 0), (15, 15, 1), (30, 30, 2), (30, 30, 3)]
+    """
+    together = chunks_together(table, itemsize, step_bytes * table.ranks)
+    moves = moves_of(table, together=together, join_steps=1 if overlap else 0)
+    places = places_of(table, moves, [one], itemsize)
+    shards = range(len(table.bounds) - 1) if by_tree else [None]
+    lanes, scratch = [], places.scratch
+    for shard in shards:
+        mine = (moves.source == one.rank) | (moves.destination == one.rank)
+        chosen = np.flatnonzero(mine if shard is None else mine & (moves.shard == shard))
+        lane, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
+        lanes.append(lane)
+    return SteppedProgram(tuple(lanes), scratch)
+
+
+def waits_for(program: SteppedProgram, done: Sequence[int]) -> tuple[int | None, int | None]:
+    """Peer and row of the message that the lane which is furthest behind waits for.
+
+    Parameters
+    ----------
+    program : Program
+    done : sequence of int
+        Steps of each lane that have ended.
+    """
+    waiting = [
+        lane.steps[count] for lane, count in zip(program.lanes, done, strict=False) if count < len(lane.steps)
+    ]
+    if not waiting:
+        return None, None
+    step = min(waiting, key=lambda step: step.number)
+    message = (*step.receives, *step.sends)[0]
+    return message.peer, message.row
+
+
+def _stream_steps(
+    rank: int, moves: Moves, places: Places, chosen: Numbers, scratch: int, itemsize: int, overlap: bool
+) -> tuple[ProgramStream, int]:
+    """The moves of a lane as steps; its slots come behind the scratch that is given out already."""
+    steps = moves.step[chosen]
+    order = chosen[np.argsort(steps, kind="stable")]
+    arriving = order[(moves.destination[order] == rank) & moves.add[order]]
+    slots, after = _slot_offsets(moves, arriving, scratch, itemsize)
+    launch = {step: number for number, step in enumerate(np.unique(moves.step[arriving]).tolist())}
+    slot = dict(zip(arriving.tolist(), slots.tolist(), strict=True))
+    sends: dict[int, list[ProgramMessage]] = {}
+    receives: dict[int, list[ProgramMessage]] = {}
+    for move in order.tolist():
+        step = int(moves.step[move])
+        nbytes = int(moves.stop[move] - moves.start[move]) * itemsize
+        source, destination = int(moves.source[move]), int(moves.destination[move])
+        row = int(moves.row[move])
+        if source == rank:
+            buffer, offset = (int(column[move]) for column in places.source)
+            sends.setdefault(step, []).append(ProgramMessage(destination, row, buffer, offset, nbytes))
+        else:
+            buffer, offset = (int(column[move]) for column in places.target)
+            if move in slot:
+                buffer, offset = SCRATCH, slot[move]
+            receives.setdefault(step, []).append(ProgramMessage(source, row, buffer, offset, nbytes))
+    made: list[ProgramStep] = []
+    joined: int | None = None
+    looked = 0
+    numbers = sorted({*sends, *receives})
+    for number in numbers:
+        while looked < len(made) and made[looked].number < number - (1 if overlap else 0):
+            joined = looked if made[looked].join is not None else joined
+            looked += 1
+        made.append(
+            ProgramStep(
+                number,
+                tuple(sends.get(number, ())),
+                tuple(receives.get(number, ())),
+                launch.get(number),
+                joined,
+            )
+        )
+    return ProgramStream(tuple(made), _chunks(moves, places, arriving, slots)), after
+
+
+def _slot_offsets(moves: Moves, arriving: Numbers, scratch: int, itemsize: int) -> tuple[Numbers, int]:
+    """Byte offsets of the slots of what arrives to be joined, in order of steps, and the end of all of them."""
+    steps = moves.step[arriving]
+    sizes = slot_bytes(moves.stop[arriving] - moves.start[arriving], itemsize)
+    ends = np.cumsum(sizes)
+    _, first, number = np.unique(steps, return_index=True, return_inverse=True)
+    before = (ends - sizes)[first][number] if len(steps) else ends
+    within = ends - sizes - before
+    area = int((within + sizes).max(initial=0))
+    aligned = moves.start[arriving] * itemsize % VECTOR
+    offsets: NDArray[np.int64] = scratch + steps % 2 * area + within + aligned
+    return offsets, scratch + 2 * area
+
+
+def _chunks(moves: Moves, places: Places, arriving: Numbers, slots: Numbers) -> Chunks:
+    return Chunks(
+        step=moves.step[arriving],
+        rank=moves.destination[arriving].astype(np.int64),
+        start=moves.start[arriving],
+        count=(moves.stop - moves.start)[arriving],
+        add=moves.add[arriving],
+        destination=(places.target[0][arriving], places.target[1][arriving]),
+        own=(places.own[0][arriving], places.own[1][arriving]),
+        arriving=(np.full(len(arriving), SCRATCH, dtype=np.int64), slots),
+    )

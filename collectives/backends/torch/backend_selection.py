@@ -1,0 +1,458 @@
+"""Select the back end that carries the collectives of a process group.
+
+For tensors on the CPU shared memory is faster than gloo's messages, and so are connections of the tcp back end:
+`memory_or_tcp_backend` takes these if every rank reaches the ranks of its barriers. Tensors on GPUs go by kernels
+of the nccl back end if all ranks have its windows; they use nothing of the group, in a stream of CuPy's behind
+torch's stream of the collectives, which is behind the caller's. In all other cases `TorchBackend` sends messages of
+the group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from collectives.backends.backend import AVERAGED, Backend, Call
+from collectives.backends.nccl.nccl_backend import ENGINES, NcclBackend, no_windows
+from collectives.backends.nccl.nccl_library import find_library
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.compiled_exchange import compile_ahead
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.backends.torch.process_groups import devices_of
+from collectives.backends.torch.torch_backend import TorchBackend, device_of
+from collectives.peers.address import address_of_interface
+from collectives.peers.agreement import Gather, gather_or_raise
+from collectives.peers.control_plane import Signature
+from collectives.peers.environment import JobIdentity, job_identity
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.tcp_control_plane import TcpControlPlane
+from collectives.tables.cupy_arrays import on_device
+from collectives.tables.torch_arrays import TorchArrays, check_cupy, on_gpu, stream_on_cupy, tensor_on_cupy
+from topoplan.errors import BackendError, TopoplanError, UsageError
+
+
+class WindowBackend:
+    """`Backend` of one rank of a process group; closes what its ranks have met over, too.
+
+    Parameters
+    ----------
+    kernels : NcclBackend
+    messages : TorchBackend, optional
+        Of the same ranks, for tensors on the CPU; not closed.
+    arrays : TorchArrays
+    cupy : module
+
+    Attributes
+    ----------
+    about_engine : str
+        See `NcclBackend`.
+    then : list of callable
+        Called when this has been closed.
+    """
+
+    name = "nccl"
+    one_rank = True
+    direct = False
+    averages = True
+
+    def __init__(
+        self, kernels: NcclBackend, messages: TorchBackend | None, *, arrays: TorchArrays, cupy: Any
+    ) -> None:
+        self.then: list[Callable[[], None]] = []
+        self.ranks, self.size, self.arrays = kernels.ranks, kernels.size, arrays
+        self.chunk_bytes, self.about_engine = kernels.chunk_bytes, kernels.about_engine
+        self._kernels, self._messages, self._cupy = kernels, messages, cupy
+        self._gpu = kernels.arrays.device
+
+    def run(self, call: Call[torch.Tensor]) -> None:
+        """See `Backend.run`."""
+        (memory,) = call.memory
+        if not on_gpu(memory.source):
+            self._run_messages(call)
+            return
+        with on_device(self._cupy, self._gpu):
+            stream = torch.cuda.current_stream(memory.source.device)
+            self._kernels.arrays.behind(stream_on_cupy(self._cupy, stream, self._gpu))
+        source, result = (
+            tensor_on_cupy(self._cupy, line, self._gpu) for line in (memory.source, memory.result)
+        )
+        self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
+
+    def refuse(self, signature: Signature) -> None:
+        """See `Backend.refuse`."""
+        self._kernels.refuse(signature)
+
+    def largest(self, value: float) -> float:
+        """See `Backend.largest`."""
+        return self._kernels.largest(value)
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        self._kernels.agree(signature)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        return self._kernels.gather_texts(text)
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """See `GivesMemory.empty`: of the region, for tensors on the GPU."""
+        nbytes = math.prod(shape) * like.element_size()
+        memory = self._kernels.memory(nbytes) if nbytes and on_gpu(like) else None
+        if memory is None:
+            return self.arrays.empty(shape, like)
+        line: torch.Tensor = torch.utils.dlpack.from_dlpack(memory)
+        return line.view(like.dtype).view(shape)
+
+    def writes(self, array: torch.Tensor) -> bool:
+        """See `GivesMemory.writes`."""
+        return self._kernels.holds(array.data_ptr(), array.nbytes)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._kernels.close()
+        for close in self.then:
+            close()
+
+    def _run_messages(self, call: Call[torch.Tensor]) -> None:
+        assert self._messages is not None, (
+            "the group takes no tensors on the CPU, and `check` has seen to that"
+        )
+        self._kernels.agree_on_host(call.signature)
+        self._messages.run(call)
+        if call.op == "avg" and call.dtype in AVERAGED:
+            self.arrays.divide(call.memory[0].result, self.size)
+
+
+RENDEZVOUS_SECONDS = 5.0
+"""How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
+
+
+def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
+    """The back end of a rank of the default group, made here where torchrun asks for one.
+
+    Raises
+    ------
+    UsageError, BackendError
+        As `TorchBackend` and `backend_of`.
+    """
+    messages = TorchBackend.open(timeout=timeout)
+    members = GroupMembers(messages.gather_texts, messages.ranks[0], messages.size, timeout)
+    devices = messages.arrays.devices
+    try:
+        check_one_job(members.gather, members.size)
+        kinds = agreed_engine(members.gather, engine, exact, [device.type for device in devices])
+        if kinds == {"cpu"}:
+            found: Backend[Any] | None = memory_or_tcp_backend(members, messages.close)
+        else:
+            found, messages.about_engine = window_backend(
+                members, devices, messages, engine=engine, exact=exact
+            )
+    except BaseException:
+        messages.close()
+        raise
+    return messages if found is None else found
+
+
+def backend_of(
+    group: dist.ProcessGroup,
+    gather: Gather,
+    *,
+    timeout: float,
+    shared: bool = True,
+    engine: str = "auto",
+    exact: bool = True,
+) -> Backend[Any]:
+    """The back end of a group's ranks.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        All of its ranks must call this.
+    gather : callable
+        Over its ranks.
+    timeout : float
+        Seconds that a rank waits for another one, in each step.
+    shared : bool
+        Whether tensors on the CPU may go another way than by messages of the group.
+    engine : str
+        For tensors on GPUs: "windows", "messages", or "auto" for the first that all ranks have.
+    exact : bool
+        Whether sums of windows must have the plan's bits.
+
+    Raises
+    ------
+    UsageError
+        The engine is unknown, not that of the other ranks, or cannot be had; on all ranks, with the same text.
+    """
+    served = devices_of(group)
+    kinds = agreed_engine(gather, engine, exact, served)
+    members = GroupMembers(gather, dist.get_rank(group), dist.get_world_size(group), timeout)
+    found: Backend[Any] | None = None
+    if kinds == {"cpu"}:
+        found = memory_or_tcp_backend(members) if shared else None
+        if found is not None:
+            return found
+        told = TorchBackend(group, timeout=timeout)
+        if not shared:  # else links of our own did not pass, by which those that are left would meet
+            told.meet_survivors(_own_address())
+        return told
+    # where all tensors are on GPUs, the group's own NCCL need not be there
+    messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
+    try:
+        devices = [device_of(kind) for kind in served]
+        found, about = window_backend(members, devices, messages, engine=engine, exact=exact)
+        if found is not None:
+            return found
+        messages = messages or TorchBackend(group, timeout=timeout)
+    except BaseException:
+        if messages is not None:
+            messages.close()
+        raise
+    messages.about_engine = about
+    return messages
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMembers:
+    """The ranks of a group, seen from one of them.
+
+    Parameters
+    ----------
+    gather : callable
+        Over the ranks.
+    rank, size : int
+    timeout : float
+        Seconds that a rank waits for another one.
+    """
+
+    gather: Gather
+    rank: int
+    size: int
+    timeout: float
+
+
+def check_one_job(gather: Gather, size: int) -> None:
+    """Raise `UsageError` on all ranks where two of them are known to belong to different jobs.
+
+    A store of torch takes in whatever process comes to its port.
+    """
+    told = gather_or_raise(gather, lambda: json.dumps(asdict(job_identity(size))))
+    first, *others = (JobIdentity.of_message(json.loads(text)) for text in told)
+    for rank, other in enumerate(others, 1):
+        if first.differs(other):
+            raise UsageError(
+                f"rank 0 belongs to {first}, and rank {rank} to {other}; give each job another MASTER_PORT, or, if "
+                "this is one job, set TOPOPLAN_JOB to the same text for all of its ranks"
+            )
+
+
+def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str]) -> set[str]:
+    """The kinds of devices that a group serves, where all ranks want the same engine for GPUs, and there are GPUs.
+
+    Raises
+    ------
+    UsageError
+        As `backend_of`.
+    """
+    kinds = set(served)
+
+    def wanted() -> str:
+        if engine not in ENGINES:
+            raise UsageError(
+                f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
+            )
+        if engine != "auto" and "cuda" not in kinds:
+            raise UsageError(
+                f"the process group has no GPUs, which engines are for; leave engine={engine!r} out"
+            )
+        return f"engine={engine!r} and exact={exact}"
+
+    said = gather_or_raise(gather, wanted)
+    for peer, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise UsageError(f"rank {peer} has {theirs}, and rank 0 {said[0]}; make it alike")
+    return kinds
+
+
+def memory_or_tcp_backend(members: GroupMembers, *closes: Callable[[], None]) -> Backend[Any] | None:
+    """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
+
+    Parameters
+    ----------
+    members : Members
+        All of them must call this.
+    *closes : callable
+        Called when it is closed.
+    """
+    try:
+        made = SharedBackend(
+            members.gather,
+            rank=members.rank,
+            size=members.size,
+            timeout=members.timeout,
+            arrays=torch_arrays(),
+        )
+    except UsageError:  # on all ranks: they are on several hosts, or do not see each other
+        compile_ahead()  # before anybody waits for this rank
+        linked = _met(members, partial(_linked, members), *closes)
+        return None if isinstance(linked, str) else linked
+    made.then = [*closes]
+    return made
+
+
+def _linked(members: GroupMembers, address: str) -> TcpBackend:
+    """The tcp back end of a rank; all of them reach each other within `RENDEZVOUS_SECONDS`, or half the timeout."""
+    limit = min(members.timeout / 2, RENDEZVOUS_SECONDS)
+    made = TcpBackend(
+        members.rank,
+        members.size,
+        rendezvous=address,
+        timeout=members.timeout,
+        meeting_timeout=limit,
+        arrays=torch_arrays(),
+    )
+    try:
+        made.reach_others(limit)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def window_backend(
+    members: GroupMembers,
+    devices: Sequence[torch.device],
+    messages: TorchBackend | None,
+    *,
+    engine: str,
+    exact: bool,
+) -> tuple[WindowBackend | None, str]:
+    """What carries tensors on GPUs by kernels that write to the others' memory, and what is to be said of the engine.
+
+    Parameters
+    ----------
+    members : Members
+        All of them must call this, and get the same.
+    devices : sequence of torch.device
+        Of their tensors, the GPU with its number.
+    messages : TorchBackend, optional
+        For tensors on the CPU; closed with what is returned.
+    engine : str
+    exact : bool
+        Whether sums must have the plan's bits.
+
+    Raises
+    ------
+    UsageError
+        Windows are demanded and cannot be had; on all ranks, with the same text.
+    """
+    if engine == "messages" or members.size == 1:
+        return None, "messages"
+    gpu = next(device.index for device in devices if device.type == "cuda")
+    cupy: Any = None
+    fault = ""
+    try:
+        cupy = check_cupy("the windows engine")
+        find_library(cupy)
+    except UsageError as error:
+        fault = str(error)
+
+    def opened(address: str) -> WindowBackend:
+        kernels = open_kernels(cupy, address, members, device=gpu, engine=engine, exact=exact)
+        return WindowBackend(kernels, messages, arrays=TorchArrays(devices), cupy=cupy)
+
+    faults = [f"rank {rank}: {one}" for rank, one in enumerate(members.gather(fault)) if one]
+    made = faults[0] if faults else _met(members, opened, *([] if messages is None else [messages.close]))
+    if not isinstance(made, str):
+        return made, made.about_engine
+    if engine == "windows":
+        raise no_windows(made)
+    return None, f"messages: {made}"
+
+
+def open_kernels(
+    cupy: Any, address: str, members: GroupMembers, *, device: int, engine: str, exact: bool
+) -> NcclBackend:
+    """The nccl back end of a rank on a GPU, with windows; all ranks call this, and meet at an address.
+
+    Raises
+    ------
+    UsageError
+        There are none; with the bare reason as its cause, the same on all ranks.
+    BackendError
+        A rank does not come, or its GPU fails.
+    """
+    world = TcpControlPlane(address, members.rank, members.size, timeout=members.timeout)
+    try:
+        made = NcclBackend(cupy, world, device=device, timeout=members.timeout, engine=engine, exact=exact)
+    except BaseException as error:
+        world.close()
+        if isinstance(error, TopoplanError) or not isinstance(error, Exception):
+            raise
+        raise BackendError(" ".join(str(error).split()), rank=members.rank) from error
+    if made.about_engine.startswith("messages"):
+        made.close()
+        raise no_windows(made.about_engine.removeprefix("messages: "))
+    return made
+
+
+Met = TypeVar("Met", TcpBackend, WindowBackend)
+
+
+def _met(members: GroupMembers, make: Callable[[str], Met], *closes: Callable[[], None]) -> Met | str:
+    """What a rank makes of an address at which all meet, where all of them do; else why not, the same on all ranks."""
+    place, made, told, fault = None, None, "", ""
+    try:
+        if members.rank == 0:
+            with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
+                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, told=True).start()
+                told = place.address
+        address = members.gather(told)[0]
+        faults = ["rank 0 has no address at which the others can meet it"]
+        if address:
+            try:
+                made = make(address)
+            except UsageError as error:
+                fault = str(error.__cause__ or error)
+            except (TopoplanError, OSError) as error:  # the others hear of it
+                fault = str(error) or type(error).__name__
+            faults = [one for one in members.gather(fault) if one]
+        if made is not None and not faults:
+            made.then = [*closes] if place is None else [place.close, *closes]
+            return made
+    except BaseException:
+        _close(made, place)
+        raise
+    _close(made, place)
+    return faults[0]
+
+
+def _close(*opened: TcpBackend | WindowBackend | Rendezvous | None) -> None:
+    for one in opened:
+        if one is not None:
+            one.close()
+
+
+def torch_arrays() -> TorchArrays:
+    """Tensors on the CPU."""
+    return TorchArrays([torch.device("cpu")])
+
+
+def _own_address() -> str:
+    """The address of this machine on gloo's interface, or by which it reaches where the job meets or its own name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return address_of_interface(interface)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # nothing is sent
+        return str(probe.getsockname()[0])

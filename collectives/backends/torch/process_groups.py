@@ -1,0 +1,273 @@
+"""Find or make the process group of a back end, and wait for gloo's threads before it goes.
+
+A group is an existing one, one made as torchrun asks for, or one of the survivors. A gloo group that has lost a
+member cannot be used again: torch cannot take a member out of it (`torch.distributed.shrink_group` is for NCCL
+alone). Survivors therefore make a new one, over a store of their own, since that of the job has gone if its host
+rank died. torch does not know such a group by name.
+
+Gloo runs collectives in threads of its own (``pt_gloo_runloop``). When one has ended, its thread drops the tensors,
+for which it takes Python's lock, and the waiting caller continues meanwhile. On a busy machine that may be too late
+(torch 2.13, without this package too): the interpreter has ended, and the process aborts with "terminate called
+without an active exception"; or the group is being destroyed, which waits for the thread with Python's lock held,
+for ever. torch cannot report that its threads are idle, so `wait_for_gloo_threads` reads their state from Linux.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from collectives.peers.agreement import Gather
+from topoplan.errors import BackendError, UsageError
+
+NAME = "pt_gloo_runloop"
+
+LOOKS = 3
+"""In how many looks one after another none of them may have run."""
+
+PAUSE = 7e-3
+"""Seconds between two looks, in which they may have Python's lock: who waits for it asks for it every 5 ms."""
+
+
+def wait_for_gloo_threads(*, limit: float = 10.0) -> bool:
+    """Wait until gloo's threads in this process have nothing left to do; whether they had within the limit, in seconds.
+
+    Call it between the last collective and the end of a process group or program. A thread that still has something to
+    drop is ready to run, or wakes up again and again for Python's lock; one that does neither in several looks has
+    nothing. Where Linux tells nothing, or there are no such threads, nothing is waited for.
+    """
+    until = time.monotonic() + limit
+    before, quiet = _threads(), 0
+    while before and quiet < LOOKS:
+        if time.monotonic() > until:
+            return False
+        time.sleep(PAUSE)
+        now = _threads()
+        asleep = all(state == "S" for state, _ in now.values())
+        quiet = quiet + 1 if asleep and now == before else 0
+        before = now
+    return True
+
+
+def _threads() -> dict[str, tuple[str, str]]:
+    """Gloo's threads by number: the state of each, one letter, and how often it has been given a processor."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() != NAME:
+                continue
+            lines = (task / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue  # it has just ended
+        told = dict(line.split(":", 1) for line in lines if ":" in line)
+        switches = told.get("voluntary_ctxt_switches", "") + told.get("nonvoluntary_ctxt_switches", "")
+        found[task.name] = told["State"].strip()[:1], switches
+    return found
+
+
+atexit.register(wait_for_gloo_threads)
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every process."""
+
+
+def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group.
+
+    Raises
+    ------
+    UsageError
+        torch.distributed is not initialised, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first, "
+            "or start the processes with torchrun"
+        )
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+        raise UsageError(
+            "this process is not in the process group; make the communicator in its members only"
+        )
+    return found
+
+
+def group_requested() -> bool:
+    """Whether torchrun, or the like, asks this process to make a group, and none has been made."""
+    return not dist.is_initialized() and all(name in os.environ for name in VARIABLES)
+
+
+def make_group(*, timeout: float) -> None:
+    """Initialise torch.distributed as the environment says: NCCL where there is a GPU, else gloo.
+
+    The group has twice the time over NCCL, whose watchdog ends the process when it is over: a peer that is lost is an
+    error of ours before that.
+
+    Raises
+    ------
+    UsageError
+        The environment does not hold what it should.
+    BackendError
+        The processes did not find each other within the timeout, in seconds.
+    """
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    try:
+        rank, size, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if nccl:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK {rank} is not below WORLD_SIZE {size}")
+    except ValueError as error:
+        raise UsageError(f"{error}; set {', '.join(VARIABLES)} as torchrun does") from error
+    limit = WATCHDOG_FACTOR * timeout if nccl else timeout
+    try:
+        store = _store_of_next_group(rank, size, timedelta(seconds=limit))
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=limit),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"the {size} processes did not find each other at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {limit:g} s "
+            f"({' '.join(str(error).split())[:100]}); start all of them, with the same address",
+            rank=rank,
+        ) from error
+
+
+def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
+    """Return the part of the job's store that the next group has for itself.
+
+    The store outlives a group that is destroyed, and so do the addresses that its ranks have put there. Each rank's
+    number of groups lies there too, so it is forgotten with the store.
+    """
+    made, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
+    _STORES[:] = [made]
+    made.set_timeout(timeout)
+    number = made.add(f"topoplan/groups of rank {rank}", 1)
+    return PrefixStore(f"topoplan/group {number}", made)
+
+
+_STORES: list[Store] = []
+"""Keeps the server that rank 0 may have in this process, where others are still about to come to the next group."""
+
+
+def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of gloo alone, for tensors on the CPU, whose ranks find each other over a store."""
+    kind = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    group._set_default_backend(kind.GLOO)
+    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    return group
+
+
+def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: float) -> dist.ProcessGroup:
+    """A new group of gloo for ranks that may have lost all others; all of them must call this.
+
+    Parameters
+    ----------
+    gather : callable
+        Over those ranks.
+    rank, size : int
+        This one among them, and how many they are.
+    local : str
+        The address at which the others reach this machine; the lowest rank hosts where they meet.
+    timeout : float
+        Seconds that a rank waits for another one.
+
+    Raises
+    ------
+    BackendError
+        One of them does not come.
+    """
+    limit = timedelta(seconds=timeout)
+    try:
+        store = (
+            TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+        )
+        host, port = json.loads(gather("" if store is None else json.dumps([local, store.port]))[0])
+        if store is None:
+            store = TCPStore(host, port, is_master=False, timeout=limit)
+        return gloo_over(store, rank, size, limit)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the {size} ranks that are left do not find each other in a new process group "
+            f"({' '.join(str(error).split())[:100]})",
+            rank=rank,
+        ) from error
+
+
+def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The library that serves each kind of device in a group: gloo for cpu, nccl for cuda.
+
+    Raises
+    ------
+    UsageError
+        Neither serves this group.
+    """
+    # a group that stands for others says what it stands for; torch knows only its name
+    config = getattr(group, "served", None) or dist.get_backend_config(group)
+    pairs = (pair.split(":") for pair in config.split(",") if ":" in pair)
+    served = {device: library for device, library in pairs if (device, library) in SERVED}
+    if not served:
+        raise UsageError(f"the process group uses {config}; make one with gloo or nccl")
+    return served
+
+
+def carrier_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """What NCCL's messages of plans travel over: a group that stands for others says which of them it is."""
+    found: dist.ProcessGroup = getattr(group, "carrier", group)
+    return found
+
+
+def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup | None:
+    """A new group of the same ranks and libraries, where NCCL serves the given one; all its ranks must call it.
+
+    The calls on one NCCL communicator must come in the same order on all ranks, which two threads do not keep.
+
+    A group of all processes is made as torch makes any. For fewer, the others must not be needed, and torch then takes
+    the group's name from how many groups a process is in: that must be the same for all ranks of the group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    timeout : float
+        Seconds after which we give a peer up; the group has twice the time, as in `make_group`.
+
+    Returns
+    -------
+    ProcessGroup or None
+        None where the group can be shared: gloo keeps the messages of several users apart by their tags.
+    """
+    served = devices_of(group)
+    if "nccl" not in served.values():
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=WATCHDOG_FACTOR * timeout),
+        backend=",".join(f"{device}:{library}" for device, library in served.items()),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    return made
+
+
+SERVED = (("cpu", "gloo"), ("cuda", "nccl"))
+"""Kinds of devices, and what moves their tensors."""
+
+WATCHDOG_FACTOR = 2
+"""Times our own timeout that NCCL's watchdog is given."""

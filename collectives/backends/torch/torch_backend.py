@@ -1,0 +1,438 @@
+"""Run the ranks of an existing process group, by messages of gloo or NCCL.
+
+Every rank runs the table as a program of global steps; tensors are sent and received in place. After a
+`BackendError` that is not a disagreement the connections of the group are closed, as gloo does after a timeout:
+that ends the waits of the other ranks. Such a group must be destroyed and made anew, as ranks that recover do
+(`TorchBackend.go_on`).
+
+The steps are those of `stepped_program`, some moved by a step or two. Arrivals of a step are joined before the next
+one starts. A receive may start one step ahead; a send is waited for two steps later. Both only if nothing else uses
+their memory in between:
+
+    step 4   send a from P, receive b           a is waited for before step 6 ...
+    step 5   receive c into P, which a reads    ... but here before step 5, and c cannot be started in step 4
+    step 6   receive d into Q                   d is started in step 5, once b has been joined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from collectives.backends.backend import Backend, Call, OneRank, RankArrays
+from collectives.backends.stepped_program import (
+    SCRATCH,
+    VECTOR,
+    ProgramMessage,
+    ProgramStep,
+    ProgramStream,
+    program_of,
+)
+from collectives.backends.stepped_program import ProgramMessage as Move
+from collectives.backends.torch.group_messages import (
+    LANES,
+    GlooMessages,
+    GroupControlPlane,
+    GroupMessage,
+    GroupMessages,
+    NcclMessages,
+)
+from collectives.backends.torch.process_groups import (
+    carrier_of,
+    devices_of,
+    existing_group,
+    gloo_among,
+    group_requested,
+    make_group,
+    wait_for_gloo_threads,
+)
+from collectives.peers.agreement import Gather
+from collectives.peers.control_plane import Signature
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.tables.kernels.kernel_launch import Chunks
+from collectives.tables.torch_arrays import TorchArrays, join_function, join_operand
+from collectives.tables.transfer_table import Given, TransferTable
+from topoplan.errors import RefusedError, UsageError
+
+SEND_STEPS = 2
+"""Steps after which a send is waited for."""
+
+Part = tuple[int, int]
+"""A buffer and a byte in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchJoin:
+    """So many elements: ``target = own joined with arrived``."""
+
+    own: Part
+    arrived: Part
+    target: Part
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """One step of one rank, in this order.
+
+    Parameters
+    ----------
+    ended : tuple of Message
+        Sends of earlier steps that must have left.
+    joins : tuple of Join
+        Of what the step before has brought.
+    receives, sends : tuple of Message
+        What is started.
+    ahead : tuple of Message
+        Receives of the next step that can be started.
+    arrivals : tuple of Message
+        What is waited for.
+    """
+
+    ended: tuple[ProgramMessage, ...]
+    joins: tuple[TorchJoin, ...]
+    receives: tuple[ProgramMessage, ...]
+    sends: tuple[ProgramMessage, ...]
+    ahead: tuple[ProgramMessage, ...]
+    arrivals: tuple[ProgramMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchProgram:
+    """The turns of one rank, and the bytes of scratch that they need."""
+
+    turns: tuple[TorchStep, ...]
+    scratch: int
+
+
+@lru_cache(maxsize=64)
+def program(
+    table: TransferTable,
+    rank: int,
+    given: Given,
+    block: tuple[int, int],
+    itemsize: int,
+    *,
+    ahead: bool,
+    step_bytes: int = 1,
+) -> TorchProgram:
+    """The program of a rank; the last 64 are kept.
+
+    Parameters
+    ----------
+    table : TransferTable
+    rank : int
+    given, block : (int, int)
+        As in `RankArrays`.
+    itemsize : int
+        Bytes of an element.
+    ahead : bool
+        Whether receives may be started before their step; not where the sends and receives of a step are matched.
+    step_bytes : int
+        As in `program_of`.
+
+    Notes
+    -----
+    No deadlock: what a rank waits for in a step was started by its peer in that step or before, and starting waits
+    only for what was started in earlier steps.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 80000, chunk_elements=100)
+    >>> made = program(table, 3, (0, 80000), (0, 80000), 4, ahead=True)
+    >>> sum(len(turn.sends) for turn in made.turns) == int((table.source == 3).sum())
+    True
+    """
+    one = RankArrays(rank, given, None, block, None)
+    found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
+    (lane,) = found.lanes
+    return TorchProgram(tuple(_torch_steps(lane, ahead)), found.scratch)
+
+
+def _torch_steps(lane: ProgramStream, ahead: bool) -> list[TorchStep]:
+    steps, joins = lane.steps, _joins(lane.joins)
+    turns: list[TorchStep] = []
+    leaving: list[tuple[int, ProgramMessage]] = []
+    started: tuple[ProgramMessage, ...] = ()
+    waiting: tuple[TorchJoin, ...] = ()
+    for place, step in enumerate(steps):
+        receives = tuple(one for one in step.receives if one not in started)
+        brought = joins.get(step.number, ())
+        started = _early(step, brought, steps[place + 1]) if ahead and place + 1 < len(steps) else ()
+        writes = {_place(one) for one in (*receives, *started)}
+        ended = [one for at, one in leaving if at <= place - SEND_STEPS or _place(one) in writes]
+        turns.append(TorchStep(tuple(ended), waiting, receives, step.sends, started, step.receives))
+        leaving = [(at, one) for at, one in leaving if one not in ended]
+        leaving += [(place, one) for one in step.sends]
+        waiting = brought
+    if steps:
+        turns.append(TorchStep(tuple(one for _, one in leaving), waiting, (), (), (), ()))
+    return turns
+
+
+def _early(
+    step: ProgramStep, joins: tuple[TorchJoin, ...], following: ProgramStep
+) -> tuple[ProgramMessage, ...]:
+    """The receives of the next step that can be started in this one."""
+    if following.number != step.number + 1:
+        return ()
+    used = {_place(one) for one in (*step.sends, *step.receives)}
+    used |= {_slot(*part) for one in joins for part in (one.own, one.target)}
+    return tuple(one for one in following.receives if _place(one) not in used)
+
+
+def _place(message: ProgramMessage) -> Part:
+    return _slot(message.buffer, message.offset)
+
+
+def _slot(buffer: int, offset: int) -> Part:
+    """Where chunks lie; in scratch the slot, in which elements are aligned as they are in the buffer."""
+    return buffer, offset - (offset % VECTOR if buffer == SCRATCH else 0)
+
+
+def _joins(chunks: Chunks) -> dict[int, tuple[TorchJoin, ...]]:
+    """The joins of each step, in their order."""
+    columns = (chunks.count, *chunks.own, *chunks.arriving, *chunks.destination)
+    found: dict[int, list[TorchJoin]] = {}
+    for step, count, *parts in zip(
+        chunks.step.tolist(), *(column.tolist() for column in columns), strict=True
+    ):
+        own, arrived, target = zip(parts[::2], parts[1::2], strict=True)
+        found.setdefault(step, []).append(TorchJoin(own, arrived, target, count))
+    return {step: tuple(listed) for step, listed in found.items()}
+
+
+class TorchBackend(OneRank):
+    """`Backend` of one rank of a process group, by its messages.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        The default group if it is left out. Ranks are those of the group. The group may be used for other things
+        between collectives; where it is NCCL's, not while one is in flight, since calls on one NCCL communicator must
+        come in one order on all ranks.
+    timeout : float
+        Seconds that a rank waits for the messages of one step.
+    served : mapping of str to str, optional
+        What serves each kind of device in a group that torch does not know by name.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; this closes them. `meet_survivors` makes new ones.
+
+    Raises
+    ------
+    UsageError
+        torch.distributed is not initialised, this process is not in the group, the group uses neither gloo nor NCCL,
+        or NCCL and torch finds no GPU.
+    BackendError
+        The other ranks of the group do not make a back end within the timeout.
+
+    Attributes
+    ----------
+    about_engine : str
+        What carries tensors on GPUs, and why nothing better; empty where the group takes none.
+    """
+
+    _world: GroupControlPlane
+
+    name = "torch"
+    one_rank = True
+    direct = False
+    averages = False
+    chunk_bytes: int | None = None
+    survivors: MembershipProtocol | None
+
+    _lanes = 1
+    """The next number of a back end, as far as this process knows."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 30.0,
+        served: Mapping[str, str] | None = None,
+        survivors: MembershipProtocol | None = None,
+    ) -> None:
+        if group is None or served is None:
+            group = existing_group(group)
+            served = devices_of(group)
+        self._group = group
+        self.size = group.size()
+        self.ranks: tuple[int, ...] = (group.rank(),)
+        self.survivors = survivors
+        self.arrays = TorchArrays([device_of(kind) for kind in served])
+        self._wires: dict[str, GroupMessages] = {}
+        if "cpu" in served:
+            self._wires["cpu"] = GlooMessages(self._group, timeout=timeout)
+        if "cuda" in served:
+            gpu = next(device for device in self.arrays.devices if device.type == "cuda")
+            self._wires["cuda"] = NcclMessages(carrier_of(self._group), gpu, timeout=timeout)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._timeout = timeout
+        self._owned = False
+        self.about_engine = ""
+        self._world = GroupControlPlane(
+            self.ranks[0],
+            self.size,
+            [self._wires[device.type] for device in self.arrays.devices],
+            self.arrays.devices[0],
+            lane=TorchBackend._lanes,
+            timeout=timeout,
+        )
+        for wires in self._wires.values():
+            wires.lane = 1 + (self._world.lane - 1) % (LANES - 1)
+        TorchBackend._lanes = self._world.lane + 1
+
+    @classmethod
+    def open(cls, *, timeout: float) -> TorchBackend:
+        """Over the default group; made here, and destroyed by `close`, where torchrun asks for one."""
+        owned = group_requested()
+        if owned:
+            make_group(timeout=timeout)
+        try:
+            made = cls(timeout=timeout)
+        except BaseException:
+            if owned:
+                dist.destroy_process_group()
+            raise
+        made._owned = owned
+        return made
+
+    def run(self, call: Call[torch.Tensor]) -> None:
+        """See `Backend.run`."""
+        (memory,) = call.memory
+        kind = memory.source.device.type
+        self._agree(call.signature, kind)
+        wires = self._wires[kind]
+        steps = program(call.table, memory.rank, memory.given, memory.block, call.itemsize, ahead=wires.ahead)
+        joined = None if call.op is None else join_function(call.op, memory.source)
+        lines = (memory.source, memory.result, self._room(steps.scratch, memory.source))
+        self._world.guarded(lambda: _execute(steps, lines, wires, joined))
+
+    def meet_survivors(self, local: str) -> None:
+        """Let ranks go on when others are gone, where all tensors are on the CPU; all ranks must call this.
+
+        Parameters
+        ----------
+        local : str
+            The address of this machine at which the others reach it.
+        """
+        if set(self._wires) == {"cpu"}:
+            self.survivors = MembershipProtocol.of(self.gather_texts, self.ranks[0], local)
+
+    @classmethod
+    def among(
+        cls, gather: Gather, *, rank: int, size: int, survivors: MembershipProtocol, timeout: float
+    ) -> TorchBackend:
+        """That of one of the ranks that are left of another job, or have joined it: over a new group of gloo."""
+        group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
+        return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `GoesOn.about`."""
+        return {}
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`."""
+        assert self.survivors is not None, "looked at before"
+        self._world.close()
+        made = TorchBackend.among(
+            gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout
+        )
+        made._owned, self._owned = self._owned, False
+        return made
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._world.close()
+        self._scratch.clear()
+        if self.survivors is not None:
+            self.survivors.close()
+        if self._owned:
+            self._owned = False
+            wait_for_gloo_threads()
+            dist.destroy_process_group()
+
+    def _agree(self, mine: Signature, kind: str) -> None:
+        """Compare with all ranks, so that all of them refuse where two differ."""
+        kinds = self._world.compare(mine, kind, timeout=self._timeout)
+        for peer, where in enumerate(kinds):
+            if where != kinds[0]:
+                raise RefusedError(
+                    f"rank {peer} has its tensors on {where} and rank 0 on {kinds[0]}; move them to the same kind",
+                    rank=self.ranks[0],
+                    peer=peer,
+                    next_call=mine.call + 1,
+                )
+
+    def _room(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """Scratch memory of so many bytes, kept between calls."""
+        device = like.device
+        kept = self._scratch.get(str(device))
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._scratch[str(device)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return kept[:nbytes].view(like.dtype)
+
+
+def _execute(
+    steps: TorchProgram,
+    lines: Sequence[torch.Tensor],
+    wires: GroupMessages,
+    joined: Callable[..., object] | None,
+) -> None:
+    """Run a program to its end."""
+    itemsize = lines[0].element_size()
+    raw = [line.view(torch.uint8) for line in lines]
+    values = [join_operand(line) for line in lines]
+
+    def messages(listed: Sequence[Move]) -> list[GroupMessage]:
+        return [
+            GroupMessage(one.peer, raw[one.buffer][one.offset : one.offset + one.nbytes], one.row)
+            for one in listed
+        ]
+
+    def elements(part: Part, count: int) -> object:
+        first = part[1] // itemsize
+        return values[part[0]][first : first + count]
+
+    def join(listed: Sequence[TorchJoin]) -> None:
+        for one in listed:
+            assert joined is not None, "only reductions join"
+            own, arrived, target = (elements(part, one.count) for part in (one.own, one.arrived, one.target))
+            joined(own, arrived, out=target)
+
+    with np.errstate(all="ignore"):
+        for turn in steps.turns:
+            for one in turn.ended:
+                wires.sent(one.peer, one.row)
+            join(turn.joins)
+            if turn.receives or turn.sends:
+                wires.start(messages(turn.receives), messages(turn.sends))
+            if turn.ahead:
+                wires.start(messages(turn.ahead), [])
+            for one in turn.arrivals:
+                wires.received(one.peer, one.row)
+        wires.settle()
+    if lines[0].is_cuda:
+        torch.cuda.current_stream(lines[0].device).synchronize()
+
+
+def device_of(kind: str) -> torch.device:
+    """The device of that kind on which this process works."""
+    if kind != "cuda":
+        return torch.device(kind)
+    try:
+        return torch.device(kind, torch.cuda.current_device())
+    except (AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"the process group is for GPUs and torch finds none ({' '.join(str(error).split())[:100]}); look at "
+            "CUDA_VISIBLE_DEVICES, install a torch that is built for CUDA, or make the group with gloo"
+        ) from None

@@ -1,0 +1,568 @@
+"""Find the topology of a job whose ranks were given no plan, and agree on one plan for it.
+
+1. Every rank says on which host it is and which GPU it drives (`JobRank`).
+2. The first rank of every host reads that host, for all ranks on it (`JobHost`).
+3. Rank 0 joins the hosts to one topology, plans on it and sends the plan.
+4. Every rank verifies the plan; all compare its digest.
+
+In each round the error of one rank is the error of all (`error_rounds`). Plans number ranks by the order of GPUs in the
+topology; here devices are put in the job's order, which changes nothing else. A plan is cached for the life of the
+process, for the same processes on the same devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import topoplan
+from collectives.peers.agreement import (
+    Gather,
+    check_still_wanted,
+    gather_or_raise,
+    gather_when_done,
+    plan_on_one_rank,
+)
+from topoplan.errors import PlanError, ProbeError, UsageError
+from topoplan.machine.host import plain_bus_id
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology_json import parse_topology_json
+from topoplan.plans.plan import Plan, Plans, check_collective
+from topoplan.reading.probe import host_sysfs, probe_host, visible_devices
+from topoplan.reading.probe_devices import FoundNic, find_nics
+
+Gpu = int | str
+"""A GPU's UUID, PCI bus id or name in the machine, or its number among those that CUDA shows the process."""
+
+VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""The environment on which CUDA's numbers depend."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRank:
+    """What a rank says of itself.
+
+    Parameters
+    ----------
+    rank, size : int
+    host : str
+        The same for ranks of one host, and of no others.
+    process : int
+        Its process id.
+    gpu : int, str or None
+        None where it computes without.
+    visible : tuple of (str, str)
+        Those variables of `VISIBILITY_VARIABLES` that are set.
+    wanted : tuple of (str, str)
+        Collective and channels of the plan.
+    machine : str
+        What the host is, as topology JSON, where the caller says so; else empty.
+    """
+
+    rank: int
+    size: int
+    host: str
+    process: int
+    gpu: Gpu | None
+    visible: tuple[tuple[str, str], ...]
+    wanted: tuple[str, str]
+    machine: str = ""
+
+    def to_text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_text(text: str) -> JobRank:
+        """From `to_text`."""
+        told = json.loads(text)
+        told["visible"] = tuple((name, value) for name, value in told["visible"])
+        told["wanted"] = tuple(told["wanted"])
+        return JobRank(**told)
+
+
+def describe_this_rank(
+    rank: int,
+    size: int,
+    gpu: Gpu | None,
+    *,
+    host: str | None,
+    machine: Topology | None,
+    wanted: tuple[str, str],
+) -> JobRank:
+    """What this process says of itself.
+
+    Raises
+    ------
+    UsageError
+        An argument makes no sense.
+    """
+    for name, value in (("rank", rank), ("size", size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{name} {value!r} is no whole number; give this process's place in the job")
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
+    if isinstance(gpu, bool) or not isinstance(gpu, int | str | None) or gpu == "":
+        raise UsageError(
+            f"device {gpu!r} names no GPU; give its UUID, its PCI bus id or its number in CUDA, or None for none"
+        )
+    if not isinstance(host, str | None) or host == "":
+        raise UsageError(f"host {host!r} is no name; give a text, or None for the name of this machine")
+    return JobRank(
+        rank=rank,
+        size=size,
+        host=this_host() if host is None else host,
+        process=os.getpid(),
+        gpu=gpu,
+        visible=tuple((name, os.environ[name]) for name in VISIBILITY_VARIABLES if name in os.environ),
+        wanted=(check_collective(wanted[0]), wanted[1]),
+        machine="" if machine is None else machine.to_json(),
+    )
+
+
+def this_host() -> str:
+    """Name of this machine, and of its last start where the kernel tells it: names are not always unique."""
+    sysfs = host_sysfs()
+    boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id") or ""
+    return " ".join(part for part in (platform.node() or "this machine", boot) if part)
+
+
+def check_job_ranks(members: Sequence[JobRank]) -> None:
+    """Whether the ranks are one job that wants one plan.
+
+    Raises
+    ------
+    UsageError
+        Names a rank that does not fit; the same text on all ranks.
+    """
+    first = members[0]
+    for place, one in enumerate(members):
+        if (one.rank, one.size) != (place, len(members)):
+            raise UsageError(
+                f"rank {place} of {len(members)} in the gather calls itself rank {one.rank} of {one.size}; "
+                "give rank and size of the group that the gather is of"
+            )
+        if one.wanted != first.wanted:
+            raise UsageError(
+                f"rank {place} wants a plan for {' over '.join(one.wanted)} and rank 0 for "
+                f"{' over '.join(first.wanted)}; ask for the same on all ranks"
+            )
+        if (one.gpu is None) != (first.gpu is None):
+            ranks = (0, place) if one.gpu is None else (place, 0)
+            raise UsageError(
+                f"rank {ranks[0]} has a GPU and rank {ranks[1]} has none; give every rank a GPU, or none"
+            )
+
+
+def ranks_by_host(members: Sequence[JobRank]) -> tuple[tuple[JobRank, ...], ...]:
+    """The ranks of each host in ascending order, hosts in the order of their first ranks.
+
+    Examples
+    --------
+    >>> told = [JobRank(rank, 4, host, 7, None, (), ("allreduce", "auto")) for rank, host in enumerate("abab")]
+    >>> [[one.rank for one in host] for host in ranks_by_host(told)]
+    [[0, 2], [1, 3]]
+    """
+    hosts: dict[str, list[JobRank]] = {}
+    for one in members:
+        hosts.setdefault(one.host, []).append(one)
+    return tuple(map(tuple, hosts.values()))
+
+
+MEMORY_GBPS = 10.0
+"""GB/s that each process is assumed to read from its host's memory, and to write to it, at the same time."""
+
+NIC_BUS_GBPS = 100.0
+"""GB/s between a NIC and the memory of a host of processes: more than any NIC has, so that the wire limits."""
+
+MEMORY = "memory"
+
+ASSUMED_GIGABITS = 10.0
+"""Gb/s of a NIC whose speed is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobHost:
+    """A host of a job.
+
+    Parameters
+    ----------
+    machine : Topology
+    ranks : tuple of int
+        The job's ranks on it.
+    devices : tuple of str
+        The device of each of them.
+    """
+
+    machine: Topology
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+
+
+def read_host(members: Sequence[JobRank]) -> tuple[Topology, tuple[str, ...]]:
+    """This host's machine, and the device of each of these ranks on it; called by the first of them.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        The ranks of this host.
+
+    Raises
+    ------
+    ProbeError
+        The driver does not answer.
+    UsageError
+        A rank names a GPU that is not there, or two name one.
+    """
+    given = members[0].machine
+    if members[0].gpu is None:
+        if given:
+            raise UsageError("a machine is given and ranks have no GPU on it; name the GPU of every rank")
+        return process_machine([one.rank for one in members])
+    machine = parse_topology_json(given) if given else probe_host()
+    return machine, gpus_of_ranks(machine, members)
+
+
+def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, ...]:
+    """The GPU of each rank by its name in a machine.
+
+    Raises
+    ------
+    UsageError
+        A rank names a GPU that is not there, or two name one; names the ranks.
+
+    Examples
+    --------
+    >>> told = [JobRank(0, 2, "a", 7, 0, (("CUDA_VISIBLE_DEVICES", "5"),), ("allreduce", "auto"))]
+    >>> gpus_of_ranks(topoplan.load("dgx-1v"), told)
+    ('gpu5',)
+    """
+    found: dict[str, int] = {}
+    for one in members:
+        gpu = _visible_gpu(machine, one) if isinstance(one.gpu, int) else _gpu_by_name(machine, one)
+        if gpu in found:
+            raise UsageError(
+                f"rank {found[gpu]} and rank {one.rank} are both on {gpu} of {machine.name}; give every rank a GPU "
+                "of its own"
+            )
+        found[gpu] = one.rank
+    return tuple(found)
+
+
+def _visible_gpu(machine: Topology, one: JobRank) -> str:
+    """The GPU that has a number in CUDA, for a process of this rank's environment."""
+    assert isinstance(one.gpu, int), "a number in CUDA"
+    environment = dict(one.visible)
+    models = {machine.device(name).model for name in machine.gpus}
+    if len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise UsageError(
+            f"rank {one.rank} names GPU {one.gpu} by CUDA's number, which counts the fastest first where GPUs differ; "
+            "give its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    try:
+        shown = visible_devices(machine, environment).gpus
+    except ProbeError as error:
+        raise UsageError(f"rank {one.rank}: {error}") from None
+    if not 0 <= one.gpu < len(shown):
+        raise UsageError(
+            f"rank {one.rank} names GPU {one.gpu} and sees {len(shown)} of the {len(machine.gpus)} GPUs of "
+            f"{machine.name}; give a number from 0 to {len(shown) - 1}"
+        )
+    return shown[one.gpu]
+
+
+def _gpu_by_name(machine: Topology, one: JobRank) -> str:
+    """The GPU that has a UUID, bus id or name; that of a MIG instance is its whole GPU's."""
+    assert isinstance(one.gpu, str), "no number in CUDA"
+    wanted, busid = one.gpu.lower(), plain_bus_id(one.gpu)
+    for name in machine.gpus:
+        gpu = machine.device(name)
+        uuid = gpu.fact("uuid").lower()
+        known = {name, uuid, uuid.removeprefix("gpu-"), *gpu.fact("mig").lower().split(",")} - {""}
+        if wanted in known or (gpu.busid and plain_bus_id(gpu.busid) == busid):
+            return name
+    raise UsageError(
+        f"rank {one.rank} names GPU {one.gpu}, which is not among the {len(machine.gpus)} GPUs that the first rank of "
+        f"its host finds on {machine.name}; let all processes of a host see all its GPUs, or give a plan"
+    )
+
+
+def process_machine(ranks: Sequence[int]) -> tuple[Topology, tuple[str, ...]]:
+    """This host without GPUs: each rank is a process at the memory that all of them share, and NICs hang on it too.
+
+    Examples
+    --------
+    >>> machine, devices = process_machine([4, 5])
+    >>> devices, machine.gpus == devices
+    (('rank4', 'rank5'), True)
+    """
+    # Slower interfaces than beside GPUs count: they may be all there is.
+    found, _ = find_nics(host_sysfs(), slowest=0.0)
+    devices = tuple(f"rank{rank}" for rank in ranks)
+    nics = found or (FoundNic("", "", None, active=True),)
+    wires = [*((name, "sys", MEMORY_GBPS) for name in devices)]
+    wires += [(f"nic{number}", "pcie", NIC_BUS_GBPS) for number in range(len(nics))]
+    return (
+        Topology(
+            name=platform.node() or "this machine",
+            devices=(
+                *(Device(name, "gpu", "s0", model="process") for name in devices),
+                Device(MEMORY, "cpu", "s0"),
+                *(_nic(number, nic) for number, nic in enumerate(nics)),
+            ),
+            links=tuple(
+                Link(*ends, channel, gbps)
+                for name, channel, gbps in wires
+                for ends in ((name, MEMORY), (MEMORY, name))
+            ),
+            notes=(
+                f"ranks are processes without GPUs; memory assumed {MEMORY_GBPS:g} GB/s per process and direction",
+            ),
+            source="the processes of a job, and the NICs that Linux lists",
+        ),
+        devices,
+    )
+
+
+def _nic(number: int, nic: FoundNic) -> Device:
+    speed = f"{nic.gigabits:g}" if nic.gigabits else ""
+    return Device(
+        f"nic{number}", "nic", "s0", busid=nic.busid, facts=facts(adapter=nic.adapter, gigabits=speed)
+    )
+
+
+def job_topology(hosts: Sequence[JobHost]) -> Topology:
+    """All hosts as one topology; GPU i is that of the job's rank i.
+
+    Parameters
+    ----------
+    hosts : sequence of JobHost
+        Of a single one the other GPUs are taken out; several are joined by a network (`topoplan.cluster`).
+
+    Examples
+    --------
+    >>> machine = topoplan.load("dgx-1v")
+    >>> one, two = JobHost(machine, (0, 2), ("gpu3", "gpu0")), JobHost(machine, (1, 3), ("gpu0", "gpu3"))
+    >>> job_topology([one]).gpus
+    ('gpu3', 'gpu0')
+    >>> job_topology([one, two]).gpus
+    ('s0.gpu3', 's1.gpu0', 's0.gpu0', 's1.gpu3')
+    """
+    if len(hosts) == 1:
+        (host,) = hosts
+        chosen = [host.machine.gpus.index(name) for name in host.devices]
+        return in_rank_order(host.machine.subset(chosen), host.devices)
+    servers, notes = [], []
+    for number, host in enumerate(hosts):
+        machine, gbps, said = network_speed(host.machine)
+        notes += [f"s{number} ({machine.name}): {note}" for note in said]
+        gpus = [machine.gpus.index(name) for name in host.devices]
+        servers.append(topoplan.Server(machine, gpus, nic_gbps=gbps))
+    joined = topoplan.cluster(servers)
+    placed = {
+        rank: f"s{number}.{device}"
+        for number, host in enumerate(hosts)
+        for rank, device in zip(host.ranks, host.devices, strict=True)
+    }
+    ordered = in_rank_order(joined, [placed[rank] for rank in sorted(placed)])
+    return replace(ordered, notes=(*ordered.notes, *notes))
+
+
+def in_rank_order(topology: Topology, gpus: Sequence[str]) -> Topology:
+    """The same topology with its GPUs in another order, before all other devices.
+
+    Raises
+    ------
+    UsageError
+        These are not its GPUs, each once.
+
+    Examples
+    --------
+    >>> in_rank_order(topoplan.load("v100x4"), ["gpu2", "gpu0", "gpu3", "gpu1"]).gpus
+    ('gpu2', 'gpu0', 'gpu3', 'gpu1')
+    """
+    if sorted(gpus) != sorted(topology.gpus):
+        raise UsageError(
+            f"the order {', '.join(gpus)} does not name each GPU of {topology.name} once; it has "
+            f"{', '.join(topology.gpus)}"
+        )
+    others = tuple(device for device in topology.devices if device.kind != "gpu")
+    return replace(topology, devices=(*(topology.device(name) for name in gpus), *others))
+
+
+def network_speed(machine: Topology) -> tuple[Topology, float, tuple[str, ...]]:
+    """The machine with the NICs that count, their speed in Gb/s, and notes on what was left out or assumed.
+
+    The fastest count: slower ones serve other things, and ranks that share a plan wait for the slowest.
+    """
+    speeds: dict[str, float] = {}
+    for device in machine.devices:
+        if device.kind == "nic":
+            stated = device.fact("gigabits")
+            speeds[device.name] = float(stated) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", stated) else 0.0
+    fastest = max(speeds.values(), default=0.0)
+    if not fastest:
+        note = f"speed of its NICs not known: {ASSUMED_GIGABITS:g} Gb/s assumed for each"
+        return machine, ASSUMED_GIGABITS, (note,)
+    slower = [name for name, speed in speeds.items() if speed < fastest]
+    if not slower:
+        return machine, fastest, ()
+    note = f"NICs slower than {fastest:g} Gb/s, or of unknown speed, left out: {', '.join(slower)}"
+    return topoplan.without_devices(machine, slower), fastest, (note,)
+
+
+_PLAN_CACHE: dict[tuple[JobRank, ...], Plan] = {}
+"""Plans of this process by the members of their jobs."""
+
+
+def agree_on_job_plan(
+    gather: Gather,
+    *,
+    rank: int,
+    size: int,
+    device: Gpu | None = None,
+    collective: str = "allreduce",
+    channels: str = "auto",
+    host: str | None = None,
+    machine: Topology | str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plan for the job that this process is part of; all its ranks must call it.
+
+    Parameters
+    ----------
+    gather : callable
+        Allgather of the job: takes this rank's text, returns those of all ranks in their order. For example
+        ``MPI.COMM_WORLD.allgather``.
+    rank, size : int
+        This process's place in the job, and number of processes.
+    device : str, int or None
+        The GPU that this rank drives: its UUID, PCI bus id or name in the machine, or its number among those that CUDA
+        shows this process. None where ranks compute without GPUs: then each is a process at its host's memory.
+    collective : str
+    channels : str
+        As `topoplan.plan` takes them, the same on all ranks.
+    host : str, optional
+        Names this rank's host; by default the machine's name with its boot id. Ranks in several containers of one host
+        can say so here.
+    machine : Topology, str or path, optional
+        What this rank's host is, where it cannot be probed; also as `topoplan.load` takes it. The first rank of a host
+        decides.
+
+    Returns
+    -------
+    Plan
+        The same on all ranks, verified on each. Rank i of it runs on the device of the job's rank i.
+
+    Raises
+    ------
+    UsageError
+        A rank names a GPU that is not there, two name one, some have a GPU and others none, or they want different
+        plans.
+    ProbeError
+        The driver of a host does not answer.
+    InfeasibleError
+        The devices are not joined.
+    PlanError
+        The plan that arrived is wrong, or not the same on all ranks.
+
+        All of these are raised on all ranks, with the same text, which names the rank at fault.
+
+    Examples
+    --------
+    A job of two ranks in one process, as far as the plan is concerned:
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from threading import Barrier
+    >>> texts, barrier = {}, Barrier(2)
+    >>> def gather(rank, text):
+    ...     barrier.wait()
+    ...     texts[rank] = text
+    ...     barrier.wait()
+    ...     return [texts[0], texts[1]]
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     agree = lambda r: agree_on_job_plan(lambda t: gather(r, t), rank=r, size=2, host="h")
+    ...     made = [pool.submit(agree, rank) for rank in (0, 1)]
+    >>> made[0].result().ranks, made[0].result().digest == made[1].result().digest
+    (('rank0', 'rank1'), True)
+    """
+    wanted = (collective, channels)
+    said = gather_or_raise(
+        gather,
+        lambda: describe_this_rank(
+            rank, size, device, host=host, machine=_given_machine(machine), wanted=wanted
+        ).to_text(),
+    )
+    members = tuple(JobRank.from_text(text) for text in said)
+    check_job_ranks(members)
+    kept = _PLAN_CACHE.get(members)
+    digests = gather_or_raise(gather, lambda: "" if kept is None else kept.digest)
+    if kept is not None and set(digests) == {kept.digest}:
+        return kept
+    hosts = _read_hosts(gather, members, rank)
+    collective = members[0].wanted[0]
+
+    def check(plan: Plans) -> None:
+        _check_job_plan(plan, hosts, collective)
+
+    made = plan_on_one_rank(gather, lambda: _plan_job(hosts, *members[0].wanted), rank=rank, check=check)
+    assert isinstance(made, Plan), "no plans by size"
+    _PLAN_CACHE[members] = made
+    return made
+
+
+def _given_machine(given: object) -> Topology | None:
+    """What a caller says that a host is."""
+    if isinstance(given, str | os.PathLike):
+        return topoplan.load(given)
+    if not isinstance(given, Topology | None):
+        raise UsageError(
+            f"a {type(given).__name__} is no machine; give a Topology, a name of the library or a file"
+        )
+    return given
+
+
+def _read_hosts(gather: Gather, members: tuple[JobRank, ...], rank: int) -> list[JobHost]:
+    """Every host, read by its first rank."""
+    grouped = ranks_by_host(members)
+    mine = next((host for host in grouped if host[0].rank == rank), None)
+
+    def read() -> str:
+        if mine is None:
+            return ""
+        machine, devices = read_host(mine)
+        return json.dumps({"machine": machine.to_json(), "devices": devices})
+
+    told = gather_when_done(gather, read)
+    hosts = []
+    for host in grouped:
+        one = json.loads(told[host[0].rank])
+        machine = parse_topology_json(one["machine"])
+        hosts.append(JobHost(machine, tuple(member.rank for member in host), tuple(one["devices"])))
+    return hosts
+
+
+def _plan_job(hosts: list[JobHost], collective: str, channels: str) -> Plan:
+    topology = job_topology(hosts)
+    if channels == "auto" and len(hosts) > 1 and not any(link.channel == "nvlink" for link in topology.links):
+        # Network links alone may join all ranks; those of one host had better use what is inside it.
+        channels = "pcie+network"
+    return topoplan.plan(topology, collective, channels=channels, progress=check_still_wanted)
+
+
+def _check_job_plan(plan: Plans, hosts: list[JobHost], collective: str) -> None:
+    """Whether the plan that arrived has every rank on its own device."""
+    alone = len(hosts) == 1
+    expected = {
+        rank: device if alone else f"s{number}.{device}"
+        for number, host in enumerate(hosts)
+        for rank, device in zip(host.ranks, host.devices, strict=True)
+    }
+    for rank, device in sorted(expected.items()):
+        if len(plan.ranks) != len(expected) or plan.ranks[rank] != device:
+            raise PlanError(f"the plan is for {', '.join(plan.ranks[:8])}, and rank {rank} is on {device}")
+    if plan.collective != collective:
+        raise PlanError(f"the plan is for {plan.collective}, and {collective} was asked for")

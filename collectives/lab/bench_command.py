@@ -1,0 +1,591 @@
+"""Run a plan on real arrays for ``topoplan bench``, check every element, and time it in the columns of nccl-tests.
+
+Back ends with one process for each rank: the command starts itself once for each rank, unless mpiexec or torchrun has
+started it; rank 0 prints. ``--chaos`` injects faults into ranks at random (`collectives.lab.chaos_run`) and prints the
+results of each kind of fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from topoplan.cli import arguments
+from topoplan.cli.output import (
+    check_target,
+    plan_notes,
+    print_csv,
+    print_json,
+    print_notes,
+    progress_line,
+    table,
+    write_whole,
+)
+from topoplan.cli.sources import read_plan
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.topology import physical_memory
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
+from topoplan.units import counted, format_size
+
+if TYPE_CHECKING:
+    from collectives.backends.backend import Backend
+    from collectives.communicator.communicator import Communicator
+    from collectives.lab.benchmark import BenchmarkRow
+    from collectives.lab.chaos_run import ChaosOutcome, ChaosSettings, FaultTally
+
+FEWEST_RANKS = 3
+"""Ranks: one is lost, and two are left."""
+
+MAX_SECONDS = 1e7
+"""Seconds, some months."""
+
+REFUSED_WITH_CHAOS = {
+    "rivals": False,
+    "paced": False,
+    "trace": None,
+    "chunk_file": None,
+    "inexact": False,
+    "engine": "auto",
+    "dtype": "float32",
+}
+"""Options that mean nothing here, and what they are where nobody gives them."""
+
+COUNT_COLUMNS = ("faults", "repeated", "refused", "wrong", "lost", "hangs", "left_over")
+"""What is added up of tallies."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRow:
+    """What is printed of a kind of fault: times in milliseconds, None where there were none."""
+
+    fault: str
+    faults: int
+    repeated: int
+    refused: int
+    wrong: int
+    lost: int
+    hangs: int
+    left_over: int
+    median_ms: float | None
+    p99_ms: float | None
+
+    @classmethod
+    def of(cls, fault: str, tallies: list[FaultTally]) -> FaultRow:
+        """Of some tallies together."""
+        times = sorted(seconds for tally in tallies for seconds in tally.seconds)
+        return cls(
+            fault=fault,
+            median_ms=statistics.median(times) * 1e3 if times else None,
+            p99_ms=times[-1 - len(times) // 100] * 1e3 if times else None,
+            **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNT_COLUMNS},
+        )
+
+    def to_object(self) -> dict[str, object]:
+        """As JSON has it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def add_chaos(parser: arguments.OneLineParser) -> None:
+    """Add ``--chaos`` and ``--seed``."""
+    parser.add_argument(
+        "--chaos",
+        type=arguments.number(arguments.TINY, MAX_SECONDS, "number of seconds above zero, such as 60"),
+        metavar="SECONDS",
+        help="kill, stop and slow ranks at random for so long, and check every element of what the others get, of "
+        "all collectives and of sizes up to the largest of --sizes (shared, tcp, mpi)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=arguments.whole_number(0, 2**63 - 1, "seed such as 1"),
+        metavar="N",
+        help="of --chaos: the same faults in the same order (default: a new one, which is printed)",
+    )
+
+
+def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> int:
+    """Hurt the ranks of a plan; exit status 1 if anything is wrong.
+
+    Parameters
+    ----------
+    options : Namespace
+        Of ``bench``, with their defaults.
+    plan : Plan or SizePlans
+    launched : bool
+        Whether this process is one of several that a launcher has started.
+    """
+    from collectives.backends.open_backend import machine_helpers
+    from collectives.lab.chaos_run import BACKENDS, JOB_END, ChaosSettings, FaultTally, run_chaos_jobs
+
+    extra = arguments.first_set_option(options, REFUSED_WITH_CHAOS)
+    if extra:
+        raise UsageError(
+            f"{extra} is not for --chaos, which hurts ranks and checks what they do; leave one of them out"
+        )
+    if options.backend not in BACKENDS:
+        raise UsageError(
+            f"--chaos needs a process for each rank, which it can hurt, and others that go on without it; "
+            f"{options.backend} has none, use --backend {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}"
+        )
+    if len(plan.ranks) < FEWEST_RANKS:
+        raise UsageError(
+            f"--chaos takes ranks until two are left, and the plan has {counted(len(plan.ranks), 'rank')}; "
+            f"plan for {FEWEST_RANKS} GPUs or more"
+        )
+    if machine_helpers(plan):
+        raise UsageError(
+            "a plan with helpers cannot go on without a rank; leave the helpers out of the machine to hurt its ranks"
+        )
+    if launched:
+        raise UsageError("--chaos starts its ranks by itself; run it once, without mpiexec or torchrun")
+    if sys.platform != "linux":
+        raise UsageError("--chaos looks at processes as Linux shows them; run it there")
+    seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
+    settings = ChaosSettings(
+        plan=plan,
+        backend=options.backend,
+        seconds=options.chaos,
+        seed=seed,
+        timeout=options.timeout,
+        largest=max(options.sizes),
+        chunk=options.chunk,
+    )
+    with progress_line(f"chaos, seed {seed}"):
+        outcome = run_chaos_jobs(
+            settings, tell=lambda text: print(f"topoplan bench: {text}", file=sys.stderr, flush=True)
+        )
+    faults = {kind: tally for kind, tally in sorted(outcome.tallies.items()) if kind != JOB_END}
+    lines = [FaultRow.of(kind, [tally]) for kind, tally in faults.items()]
+    lines += [
+        FaultRow.of("all", [*faults.values()]),
+        FaultRow.of(JOB_END, [outcome.tallies.get(JOB_END, FaultTally())]),
+    ]
+    _print_chaos(options, settings, outcome, lines)
+    return 1 if outcome.bad else 0
+
+
+def _print_chaos(
+    options: argparse.Namespace, settings: ChaosSettings, outcome: ChaosOutcome, lines: list[FaultRow]
+) -> None:
+    """Print what became of the ranks."""
+    from collectives.lab.chaos_draws import PROBE_BYTES
+
+    if options.csv:
+        if options.seed is None:
+            print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
+        print_csv([line.to_object() for line in lines])
+        return
+    before, after, model = (
+        (statistics.median(column) for column in zip(*outcome.rates, strict=True))
+        if outcome.rates
+        else (None, None, None)
+    )
+    if options.json:
+        print_json(
+            {
+                "collective": settings.plan.collective,
+                "machine": settings.plan.topology.name,
+                "ranks": list(settings.plan.ranks),
+                "backend": settings.backend,
+                "seconds": settings.seconds,
+                "seed": settings.seed,
+                "timeout": settings.timeout,
+                "rows": [line.to_object() for line in lines],
+                "jobs": outcome.jobs,
+                "collectives": outcome.collectives,
+                "bytes": outcome.nbytes,
+                "algbw": {"before": before, "after": after, "of_plans": model, "faults": len(outcome.rates)},
+                "problems": outcome.problems,
+                "notes": plan_notes(settings.plan),
+            }
+        )
+        return
+    print(
+        f"# chaos: {counted(settings.ranks, 'rank')}, {settings.backend}, {settings.seconds:g} s, "
+        f"timeout {settings.timeout:g} s, seed {settings.seed}"
+    )
+    cells = [
+        [
+            "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+            for value in row
+        ]
+        for row in ([*line.to_object().values()] for line in lines)
+    ]
+    print(table([field.name.replace("_", " ") for field in fields(FaultRow)], cells))
+    print(
+        f"{counted(outcome.collectives, 'result')} of {counted(outcome.jobs, 'job')} checked, "
+        f"{format_size(outcome.nbytes)} of input"
+    )
+    if before is not None and after is not None and model is not None:
+        size = format_size(min(settings.largest, PROBE_BYTES))
+        print(
+            f"{settings.plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} behind, "
+            f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
+        )
+    print_notes(*plan_notes(settings.plan))
+
+
+LINE = "run a plan on real arrays, checked and timed"
+"""For ``topoplan --help``."""
+
+IN_ONE_PROCESS = ("loopback", "loopback-gpu")
+"""The back ends that run all ranks themselves."""
+
+BUFFERS = 5
+"""Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
+
+TIMEOUT, CHAOS_TIMEOUT = 30.0, 2.0
+"""Seconds, where the user names none."""
+
+SCALE = 1e-3
+"""Of paced links, where the user names none."""
+
+COLUMN_HEADS = (
+    ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
+    ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
+)
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``bench``."""
+    arguments.add_plan_file(parser)
+    parser.add_argument(
+        "--backend",
+        default="loopback",
+        metavar="B",
+        help="loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi, torch, nccl: "
+        "one process for each rank, started here unless mpiexec or torchrun did",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "windows", "messages"),
+        default="auto",
+        help="of nccl, and of torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
+        "memory; messages, NCCL's sends and receives (default: windows where all ranks have them)",
+    )
+    parser.add_argument(
+        "--inexact",
+        action="store_true",
+        help="of windows: let a switch that can add do so, in an order of its own",
+    )
+    parser.add_argument(
+        "--np",
+        type=arguments.whole_number(1, 99_999, "number of processes such as 4"),
+        metavar="N",
+        help="processes to start (default: the plan's ranks)",
+    )
+    arguments.add_sizes(parser, "64KB:16MB")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="T",
+        help="float16, bfloat16, float32, float64, complex64, complex128, int8 to int64, uint8 to uint64, bool "
+        "(default: float32)",
+    )
+    parser.add_argument(
+        "--rivals",
+        action="store_true",
+        help="time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce the back "
+        "end's own one",
+    )
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="let every link run at its bandwidth times --scale, and print what the model says (loopback, tcp)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=arguments.positive_factor,
+        metavar="F",
+        help="of the bandwidths of --paced (default: 1e-3)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="F.json",
+        help="write when each rank began and ended calls of the largest size as a Chrome trace, with --paced beside "
+        "the model's run",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=arguments.size,
+        metavar="S",
+        help="longest piece that moves at once (default: what suits the back end, or is found to be fastest)",
+    )
+    parser.add_argument(
+        "--chunk-file", metavar="F.json", help="where chunk sizes that were found are looked up and kept"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=arguments.seconds,
+        metavar="S",
+        help=f"seconds that a rank waits for a step before it gives up (default: {TIMEOUT:g}, with --chaos "
+        f"{CHAOS_TIMEOUT:g})",
+    )
+    add_chaos(parser)
+    arguments.add_json(parser)
+    arguments.add_csv(parser, "the table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
+    from collectives.backends.open_backend import BackendSettings, check_backend
+    from collectives.lab.benchmark import check_dtype
+
+    arguments.check_csv(options)
+    if options.timeout is None:
+        options.timeout = TIMEOUT if options.chaos is None else CHAOS_TIMEOUT
+    if options.seed is not None and options.chaos is None:
+        raise UsageError(
+            "--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out"
+        )
+    if options.scale is not None and not options.paced:
+        raise UsageError("--scale is for paced links; add --paced, or leave it out")
+    check_target(options.trace, "--trace")
+    check_backend(options.backend, BackendSettings(options.timeout, _pace_scale(options), options.engine))
+    plan = read_plan(options.plan)
+    check_dtype(options.dtype, options.backend, plan.collective)
+    _check_memory(max(options.sizes), len(plan.ranks))
+    if options.np is not None and options.np != len(plan.ranks):
+        raise UsageError(
+            f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
+            f"use --np {len(plan.ranks)}, or plan for other GPUs"
+        )
+    if options.chaos is not None:
+        return run_chaos(options, plan, launched=started_as_rank(options.backend))
+    if options.backend in IN_ONE_PROCESS or started_as_rank(options.backend):
+        return _run_here(options, plan)
+    return start_processes(options, plan)
+
+
+def _run_here(options: argparse.Namespace, plan: Plans) -> int:
+    """Run the ranks of this process; the one with rank 0 prints."""
+    from collectives import Communicator
+    from collectives.backends.open_backend import BackendSettings, open_backend
+    from collectives.lab.benchmark import measure, predicted
+
+    pace = _pace_scale(options)
+    backend = open_backend(
+        options.backend, plan, BackendSettings(options.timeout, pace, options.engine, not options.inexact)
+    )
+    chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
+    notes = plan_notes(plan)
+    rows: list[BenchmarkRow] = []
+    with (
+        closing(backend),
+        Communicator(plan, backend, **chunks) as communicator,
+        progress_line("running") as progress,
+    ):
+        if communicator.is_helper:
+            communicator.serve()
+            return 0
+        rivals: list[tuple[str, Communicator]] = []
+        own = None
+        if options.rivals:
+            rival = rival_ring(plan, backend, notes)
+            rivals = [] if rival is None else [(rival_name(plan), Communicator(rival, backend, **chunks))]
+            own = (
+                library_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
+            )
+        for nbytes in options.sizes:
+            if progress and 0 in communicator.ranks:
+                progress(f"{format_size(nbytes)} …")
+            for schedule, one in [("plan", communicator), *rivals]:
+                row = measure(one, nbytes=nbytes, dtype=options.dtype, schedule=schedule)
+                rows.append(row if pace is None else predicted(row, one.plan, pace))
+            if own is not None:
+                rows.append(
+                    measure(communicator, nbytes=nbytes, dtype=options.dtype, schedule=own.name, own=own.run)
+                )
+        if options.trace:
+            _write_trace(options, communicator)
+    if 0 in backend.ranks:
+        _print_benchmark(options, plan, rows, notes, communicator.engine)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _write_trace(options: argparse.Namespace, communicator: Communicator) -> None:
+    """Run calls of the largest size once more, and let rank 0 write when they ran."""
+    from collectives.lab.benchmark import chrome_trace, timeline
+    from topoplan.model.event_simulation import run_events
+
+    nbytes, pace, plan = max(options.sizes), _pace_scale(options), communicator.plan
+    spans = timeline(communicator, nbytes=nbytes, dtype=options.dtype)
+    if 0 in communicator.ranks:
+        model = None if pace is None else run_events(plan.at(nbytes), nbytes=round(nbytes / pace))
+        what = f"{plan.collective} of {format_size(nbytes)}, {options.backend}"
+        write_whole(options.trace, chrome_trace(spans, what, model))
+
+
+def _pace_scale(options: argparse.Namespace) -> float | None:
+    return (options.scale or SCALE) if options.paced else None
+
+
+def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
+    """The ring on the same GPUs (of an all-to-all direct sends), which one rank plans for all; or a note why none."""
+    import topoplan
+    from collectives.backends.backend import GathersTexts
+    from collectives.peers.agreement import plan_on_one_rank
+
+    def make() -> Plan:
+        if plan.collective == ALL_TO_ALL:
+            return topoplan.one_hop(plan.topology, plan.collective)
+        return topoplan.ring(plan.topology, plan.collective, root=plan.root)
+
+    try:
+        if isinstance(backend, GathersTexts):
+            return plan_on_one_rank(backend.gather_texts, make, rank=backend.ranks[0])
+        return make()
+    except InfeasibleError as error:
+        # Other ranks hear of it as what rank 0 said, which prints it.
+        notes.append(f"no {rival_name(plan)}: {error.__cause__ or error}")
+        return None
+
+
+def rival_name(plan: Plans) -> str:
+    """What `rival_ring` makes."""
+    return "one-hop" if plan.collective == ALL_TO_ALL else "ring"
+
+
+def _print_benchmark(
+    options: argparse.Namespace, plan: Plans, rows: list[BenchmarkRow], notes: list[str], engine: str
+) -> None:
+    from collectives.lab.benchmark import REPEATS
+
+    if options.csv:
+        print_csv([{"schedule": row.schedule, **row.to_object()} for row in rows])
+        return
+    if options.json:
+        print_json(
+            {
+                "collective": plan.collective,
+                "machine": plan.topology.name,
+                "ranks": list(plan.ranks),
+                "backend": options.backend,
+                **({"engine": engine} if engine else {}),
+                "rows": [row.to_object() for row in rows],
+                "notes": notes,
+            }
+        )
+        return
+    ranks = counted(len(plan.ranks), "rank")
+    for schedule in dict.fromkeys(row.schedule for row in rows):
+        what = "" if schedule == "plan" else f", {schedule}"
+        how = f" ({engine})" if engine else ""
+        print(f"# {plan.collective} of {ranks}, {options.backend}{how}{what}, median of {REPEATS}")
+        print(_format_table([row for row in rows if row.schedule == schedule]))
+    print_notes(*notes)
+    if options.trace:
+        print(f"written: {options.trace}")
+
+
+def _check_memory(nbytes: int, ranks: int) -> None:
+    """Refuse what this machine's memory cannot hold: asking for it may end the process without a word."""
+    needed = BUFFERS * nbytes * ranks
+    memory = physical_memory()
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "
+            f"memory, and there are {format_size(memory)}; choose smaller --sizes"
+        )
+
+
+def _format_table(rows: list[BenchmarkRow]) -> str:
+    lines = [
+        "# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in COLUMN_HEADS
+    ]
+    lines += [
+        f"  {row.size:>12}  {row.count:>12}  {row.type:>8}  {row.redop:>6}  {row.seconds * 1e6:>11.1f}  "
+        f"{row.algbw:>7.2f}  {row.busbw:>7.2f}  {row.wrong:>6}"
+        for row in rows
+    ]
+    if any(row.predicted is not None for row in rows):
+        model = [f"  {'model':>11}  {'ratio':>6}", f"  {'(us)':>11}  {'':>6}"]
+        model += [
+            ""
+            if row.predicted is None
+            else f"  {row.predicted * 1e6:>11.1f}  {row.predicted / row.seconds:>6.3f}"
+            for row in rows
+        ]
+        lines = [line + more for line, more in zip(lines, model, strict=True)]
+    return "\n".join(lines)
+
+
+RANK_VARIABLES = {"mpi": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
+"""What launchers set in the environment of a rank; for other back ends `RANK`, as torchrun does."""
+
+
+def started_as_rank(backend: str) -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return any(name in os.environ for name in RANK_VARIABLES.get(backend, ("RANK",)))
+
+
+def start_processes(options: argparse.Namespace, plan: Plans) -> int:
+    """Run the same command once for each rank and return the worst exit status."""
+    from collectives.backends.open_backend import machine_helpers
+    from collectives.communicator.launch import start_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(plan.to_json())
+        command = [
+            *(sys.executable, "-m", "topoplan", "bench", str(path)),
+            *("--backend", options.backend, "--dtype", options.dtype),
+            *("--sizes", ",".join(str(size) for size in options.sizes)),
+            *("--timeout", str(options.timeout)),
+            *(("--chunk", str(options.chunk)) if options.chunk else ()),
+            *(("--chunk-file", str(Path(options.chunk_file).absolute())) if options.chunk_file else ()),
+            *(("--trace", str(Path(options.trace).absolute())) if options.trace else ()),
+            *(("--paced",) if options.paced else ()),
+            *(("--scale", str(options.scale)) if options.scale else ()),
+            *(("--rivals",) if options.rivals else ()),
+            *(("--json",) if options.json else ()),
+        ]
+        helpers = machine_helpers(plan) if options.backend == "tcp" else 0
+        return start_ranks(options.backend, command, len(plan.ranks) + helpers, grace=options.timeout + 5)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryAllReduce:
+    """An allreduce of another library.
+
+    Parameters
+    ----------
+    name : str
+    run : function of (input, result)
+        Sums the inputs of all processes.
+    """
+
+    name: str
+    run: Callable[[Any, Any], None]
+
+
+def library_all_reduce(backend: str, dtype: str) -> LibraryAllReduce | None:
+    """The allreduce of the library behind a back end; None where there is none, as for loopback and tcp.
+
+    MPI has none for bfloat16.
+    """
+    if backend == "mpi" and dtype != "bfloat16":
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        name = "MPICH" if library.startswith("MPICH") else library
+        return LibraryAllReduce(
+            f"{name} MPI_Allreduce", lambda given, out: MPI.COMM_WORLD.Allreduce(given, out)
+        )
+    if backend == "torch":
+        import torch.distributed as dist
+
+        def run(given: Any, out: Any) -> None:
+            out.copy_(given)
+            dist.all_reduce(out)
+
+        return LibraryAllReduce(f"{dist.get_backend()} all_reduce", run)
+    return None

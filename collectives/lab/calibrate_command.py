@@ -1,0 +1,561 @@
+"""Measure bandwidth, latency and peer access of GPU pairs for ``topoplan calibrate``, with CuPy.
+
+A round queues on a stream of the source first a copy that is not timed, then one of each size, largest first, with an
+event after each. The first copies cover the queueing of the rest, so the time between two events is that of the copy
+and not of the call from Python. The first round is discarded; a disturbance then meets one repeat of several sizes and
+not all repeats of one. The source pushes; one copy runs at a time. Buffers come from ``cudaMalloc`` and not from CuPy's
+pool: peers can always map them, and they are freed at once.
+
+Peer access is enabled for the pair (``cudaDeviceEnablePeerAccess``) if it is allowed; otherwise the driver stages
+copies in host memory, and they are measured as such. T_dpa of k GPUs is the time of disabling and enabling it again
+between all pairs in both directions, one call after another from one thread, with the buffers of the measurement
+allocated, which the driver maps anew (Blink, MLSys 2020, appendix A.3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from importlib import import_module
+from itertools import pairwise, permutations
+from statistics import median
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+import topoplan
+from collectives.tables.cupy_arrays import on_device
+from topoplan.cli.arguments import (
+    OneLineParser,
+    add_allocation,
+    add_json,
+    add_machine,
+    add_sizes,
+    first_set_option,
+    whole_number,
+)
+from topoplan.cli.output import check_target, print_json, print_notes, progress_line, table, write_whole
+from topoplan.cli.sources import read_topology
+from topoplan.errors import ProbeError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
+from topoplan.operate.calibration.fit import Measurement, MemoryCopy, PairSamples
+from topoplan.operate.device_matching import VisibleGpu, match_gpus
+from topoplan.units import counted, format_seconds, format_size
+
+if TYPE_CHECKING:
+    from topoplan.machine.topology import Topology
+    from topoplan.operate.calibration.fit import Meter
+
+ALREADY_ENABLED, TOO_MANY_PEERS = 704, 711
+"""``cudaErrorPeerAccessAlreadyEnabled`` and ``cudaErrorTooManyPeers``: CuPy has no names for them."""
+
+GpuPair = tuple[VisibleGpu, VisibleGpu]
+
+
+class TooManyPeersError(Exception):
+    """A GPU has as many peers as the driver allows at a time: eight, where no NVSwitch joins them."""
+
+
+class PeerAccess:
+    """Peer access of some GPUs; left as it was found.
+
+    Parameters
+    ----------
+    cupy : module
+    gpus : sequence of Seen
+
+    Raises
+    ------
+    ProbeError
+        The driver does not say who may reach whom.
+    """
+
+    def __init__(self, cupy: ModuleType, gpus: Sequence[VisibleGpu]) -> None:
+        self._cupy = cupy
+        self._gpus = tuple(gpus)
+        self._found: set[GpuPair] = set()
+        self._on: set[GpuPair] = set()
+        runtime = cupy.cuda.runtime
+        self._allowed = set()
+        for gpu, peer in permutations(gpus, 2):
+            try:
+                if runtime.deviceCanAccessPeer(gpu.ordinal, peer.ordinal):
+                    self._allowed.add((gpu, peer))
+            except runtime.CUDARuntimeError as error:
+                raise _access_refused("on", gpu, peer, error) from None
+
+    def __enter__(self) -> PeerAccess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failed copy the driver may refuse everything; the error that is on its way says why.
+        with suppress(ProbeError, TooManyPeersError):
+            self.off(self._in_order(self._on - self._found))
+            self.on(self._in_order(self._found - self._on))
+
+    def allowed(self, gpu: VisibleGpu, peer: VisibleGpu) -> bool:
+        """True where both may reach each other."""
+        return {(gpu, peer), (peer, gpu)} <= self._allowed
+
+    def on(self, pairs: Sequence[GpuPair]) -> None:
+        """Switch access on from the first to the second GPU of each pair.
+
+        Raises
+        ------
+        ProbeError
+            The driver refuses; the message names the pair.
+        TooManyPeersError
+        """
+        runtime = self._cupy.cuda.runtime
+        for gpu, peer in pairs:
+            if (gpu, peer) in self._on:
+                continue
+            try:
+                with on_device(self._cupy, gpu.ordinal):
+                    runtime.deviceEnablePeerAccess(peer.ordinal)
+            except runtime.CUDARuntimeError as error:
+                if error.status == TOO_MANY_PEERS:
+                    raise TooManyPeersError from None
+                if error.status != ALREADY_ENABLED:
+                    raise _access_refused("on", gpu, peer, error) from None
+                self._found.add((gpu, peer))
+            self._on.add((gpu, peer))
+
+    def off(self, pairs: Sequence[GpuPair]) -> None:
+        """Switch access off again; ProbeError as `on`."""
+        runtime = self._cupy.cuda.runtime
+        for gpu, peer in pairs:
+            try:
+                with on_device(self._cupy, gpu.ordinal):
+                    runtime.deviceDisablePeerAccess(peer.ordinal)
+            except runtime.CUDARuntimeError as error:
+                raise _access_refused("off", gpu, peer, error) from None
+            self._on.discard((gpu, peer))
+
+    def switching_times(
+        self, repeats: int, clock: Callable[[], float], progress: Callable[[str], None] | None
+    ) -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
+        """T_dpa of the first 2, 3, … GPUs, and notes.
+
+        Returns
+        -------
+        times : tuple of (int, float)
+            GPUs, and the median over the repeats in seconds. Pairs that may not reach each other are left out, and
+            so are numbers of GPUs of which none may.
+        notes : tuple of str
+        """
+        times: list[tuple[int, float]] = []
+        for count in range(2, len(self._gpus) + 1):
+            pairs = [pair for pair in permutations(self._gpus[:count], 2) if self.allowed(*pair)]
+            if not pairs:
+                continue
+            if progress:
+                progress(f"peer access of {count} of {len(self._gpus)} GPUs")
+            try:
+                self.on(pairs)
+            except TooManyPeersError:
+                self.off(self._in_order(self._on))
+                return tuple(times), (
+                    f"peer access: switched between up to {count - 1} GPUs, the driver allows no more peers at a time",
+                )
+            times.append((count, median(self._timed(pairs, clock) for _ in range(repeats))))
+            self.off(pairs)
+        return tuple(times), ()
+
+    def _timed(self, pairs: Sequence[GpuPair], clock: Callable[[], float]) -> float:
+        started = clock()
+        self.off(pairs)
+        self.on(pairs)
+        return clock() - started
+
+    def _in_order(self, pairs: set[GpuPair]) -> list[GpuPair]:
+        return [pair for pair in permutations(self._gpus, 2) if pair in pairs]
+
+
+def _access_refused(which: str, gpu: VisibleGpu, peer: VisibleGpu, error: Exception) -> ProbeError:
+    return ProbeError(
+        f"peer access {gpu.name}>{peer.name} cannot be switched {which}: {error}; look at what else uses the GPUs, or "
+        "leave one out with --gpus"
+    )
+
+
+def load_cupy() -> ModuleType:
+    """The CuPy package.
+
+    Raises
+    ------
+    ProbeError
+        It is not installed, or cannot be loaded.
+    """
+    try:
+        return import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            raise ProbeError('calibrate needs CuPy: pip install "topoplan[cuda12]"') from None
+        raise ProbeError(_cupy_missing(error)) from None
+    except ImportError as error:
+        raise ProbeError(_cupy_missing(error)) from None
+
+
+def _cupy_missing(error: ImportError) -> str:
+    # CuPy frames its reason; the last line tells it.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
+    return (
+        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
+        'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
+    )
+
+
+def visible_bus_ids(cupy: ModuleType) -> tuple[str, ...]:
+    """PCI bus ids of the GPUs that CUDA shows, by their numbers in CUDA.
+
+    Raises
+    ------
+    ProbeError
+        There is no driver, or no GPU that this process may see.
+    """
+    runtime = cupy.cuda.runtime
+    remedy = "run calibrate on the machine that it is to measure, with its driver, and look at CUDA_VISIBLE_DEVICES"
+    try:
+        count = runtime.getDeviceCount()
+        bus_ids = tuple(runtime.deviceGetPCIBusId(ordinal) for ordinal in range(count))
+    except runtime.CUDARuntimeError as error:
+        raise ProbeError(f"CUDA shows no GPU: {error}; {remedy}") from None
+    if not bus_ids:
+        raise ProbeError(f"CUDA shows no GPU; {remedy}")
+    return bus_ids
+
+
+@contextmanager
+def device_buffers(
+    cupy: ModuleType, gpus: Sequence[VisibleGpu], nbytes: int
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Two buffers on each GPU, to send from and to receive into; freed in the end.
+
+    Yields
+    ------
+    dict of str to (int, int)
+        Addresses by the name of the GPU.
+
+    Raises
+    ------
+    ProbeError
+        A GPU has no room for them.
+    """
+    runtime = cupy.cuda.runtime
+    held: list[tuple[int, int]] = []
+    buffers: dict[str, tuple[int, int]] = {}
+    try:
+        for gpu in gpus:
+            try:
+                with on_device(cupy, gpu.ordinal):
+                    for _ in range(2):
+                        held.append((gpu.ordinal, runtime.malloc(nbytes)))
+            except runtime.CUDARuntimeError as error:
+                raise ProbeError(
+                    f"{gpu.name} has no room for two buffers of {format_size(nbytes)}: {error}; choose smaller "
+                    "--sizes, or measure while nothing else runs"
+                ) from None
+            buffers[gpu.name] = (held[-2][1], held[-1][1])
+        yield buffers
+    finally:
+        for ordinal, address in held:
+            # After a failed copy the driver may refuse everything; the error that is on its way says why.
+            with suppress(runtime.CUDARuntimeError), on_device(cupy, ordinal):
+                runtime.free(address)
+
+
+LEAD_BYTES = 64 << 20
+"""Bytes of the copy that is not timed: longer than it takes to queue the others, on every link there is."""
+
+CopyTimes = tuple[tuple[int, tuple[float, ...]], ...]
+
+
+class PeerCopies:
+    """The meter of GPUs in one process (see `topoplan.operate.calibration.fit.Meter`).
+
+    Parameters
+    ----------
+    clock : callable
+        Seconds of the host, for switching peer access, which no event can time.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def ready(self) -> None:
+        """Raise ProbeError where there is no CuPy, no driver or no GPU."""
+        visible_bus_ids(load_cupy())
+
+    def measure(
+        self,
+        topology: Topology,
+        *,
+        gpus: Sequence[int] | None,
+        sizes: Sequence[int],
+        repeats: int,
+        progress: Callable[[str], None] | None,
+    ) -> Measurement:
+        """Time copies between every two GPUs; of a single GPU those inside its memory.
+
+        Parameters are those of `topoplan.operate.calibration.fit.Meter`.
+
+        Raises
+        ------
+        ProbeError
+            No CuPy, no driver or no GPU; a copy failed, and the message names the pair.
+        UsageError
+            As `topoplan.operate.device_matching.match_gpus`.
+        """
+        cupy = load_cupy()
+        seen, notes = match_gpus(topology, gpus, visible_bus_ids(cupy))
+        sizes = tuple(sizes)
+        kind = "peer" if len(seen) > 1 else "memory"
+        method = f"CuPy {cupy.__version__} {kind} copies, timed by events on the source"
+        room = max(LEAD_BYTES, *sizes)
+        if len(seen) == 1:
+            with device_buffers(cupy, seen, room) as buffers:
+                memory = _memory_copy(cupy, seen[0], buffers[seen[0].name], sizes, repeats)
+            return Measurement(method, sizes, repeats, (), memory=memory, notes=notes)
+        pairs = list(permutations(seen, 2))
+        samples = []
+        with device_buffers(cupy, seen, room) as buffers, PeerAccess(cupy, seen) as access:
+            for number, (src, dst) in enumerate(pairs, 1):
+                if progress:
+                    progress(f"copies {src.name}>{dst.name}, pair {number} of {len(pairs)}")
+                both = [(src, dst), (dst, src)] if access.allowed(src, dst) else []
+                access.on(both)
+                ends = (buffers[src.name][0], buffers[dst.name][1])
+                samples.append(
+                    PairSamples(
+                        src.name, dst.name, _copy_times(cupy, src, dst, ends, sizes, repeats), not both
+                    )
+                )
+                access.off(both)
+            switching, more = access.switching_times(repeats, self._clock, progress)
+        return Measurement(method, sizes, repeats, tuple(samples), switching, notes=(*notes, *more))
+
+
+def _memory_copy(
+    cupy: ModuleType, gpu: VisibleGpu, ends: tuple[int, int], sizes: Sequence[int], repeats: int
+) -> MemoryCopy:
+    """The rate of the largest size; smaller ones may stay in the cache."""
+    nbytes, seconds = _copy_times(cupy, gpu, gpu, ends, sizes, repeats)[-1]
+    return MemoryCopy(gpu.name, nbytes, 2 * nbytes / median(seconds) / 1e9)
+
+
+def _copy_times(
+    cupy: ModuleType,
+    src: VisibleGpu,
+    dst: VisibleGpu,
+    ends: tuple[int, int],
+    sizes: Sequence[int],
+    repeats: int,
+) -> CopyTimes:
+    """Seconds of every repeat of every size, sizes ascending; ProbeError names the pair."""
+    cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    source, target = ends
+    falling = sorted(sizes, reverse=True)
+    rounds: list[list[float]] = []
+    try:
+        with on_device(cupy, src.ordinal):
+            stream = cuda.Stream(non_blocking=True)
+            marks = [cuda.Event() for _ in range(len(falling) + 1)]
+
+            def copy(nbytes: int) -> None:
+                if src == dst:
+                    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+                else:
+                    runtime.memcpyPeerAsync(target, dst.ordinal, source, src.ordinal, nbytes, stream.ptr)
+
+            for _ in range(repeats + 1):
+                copy(LEAD_BYTES)
+                marks[0].record(stream)
+                for nbytes, mark in zip(falling, marks[1:], strict=True):
+                    copy(nbytes)
+                    mark.record(stream)
+                stream.synchronize()
+                # Events count in milliseconds.
+                rounds.append([cuda.get_elapsed_time(*ends) / 1e3 for ends in pairwise(marks)])
+    except runtime.CUDARuntimeError as error:
+        raise ProbeError(
+            f"copying {src.name}>{dst.name} failed: {error}; look at what else uses the GPUs, or leave one out with "
+            "--gpus"
+        ) from None
+    columns = zip(*rounds[1:], strict=True)
+    times = dict(zip(falling, columns, strict=True))
+    for nbytes in sorted(times):
+        if min(times[nbytes]) <= 0:
+            raise ProbeError(
+                f"copying {src.name}>{dst.name}, {format_size(nbytes)}, took no time by the clock of the GPU; choose "
+                "larger --sizes"
+            )
+    return tuple((nbytes, times[nbytes]) for nbytes in sorted(times))
+
+
+LINE = "measure this machine's links between GPUs"
+"""For ``topoplan --help``."""
+
+REPEATS, MIN_REPEATS, MAX_REPEATS = 9, 3, 1000
+
+_DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
+
+
+def add_options(parser: OneLineParser) -> None:
+    """Add the options of ``calibrate``."""
+    add_machine(parser, otherwise="what topoplan probe finds")
+    add_allocation(parser)
+    parser.add_argument(
+        "-o", metavar="F.json", dest="output", help="write the measured machine, topology JSON"
+    )
+    add_sizes(parser, "64KB:256MB")
+    parser.add_argument(
+        "--repeats",
+        type=whole_number(MIN_REPEATS, MAX_REPEATS, f"number of repeats from {MIN_REPEATS} to {MAX_REPEATS}"),
+        default=REPEATS,
+        metavar="N",
+        help=f"copies of each size, of which the median counts, {MIN_REPEATS} to {MAX_REPEATS} (default: {REPEATS})",
+    )
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Time copies between every two GPUs of this machine with CuPy, fit latency and bandwidth, and write them into its
+    topology. A form for processes without GPUs comes with the MPI back end.
+    """
+
+    if options.output == "-" and options.json:
+        raise UsageError("-o - and --json both print the machine; leave one out")
+    check_target(options.output, "-o")
+    sizes = _copy_sizes(options.sizes)
+    meter: Meter = PeerCopies()
+    meter.ready()
+    topology = _calibrated_machine(options)
+    with progress_line("measuring") as progress:
+        measurement = meter.measure(
+            topology, gpus=options.gpus, sizes=sizes, repeats=options.repeats, progress=progress
+        )
+    made = calibrated(topology, measurement, date=date.today().isoformat())
+    if options.output == "-":
+        print(made.topology.to_json(), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, made.topology.to_json())
+    if options.json:
+        print_json(calibration_to_object(made))
+        return 0
+    _print_calibration(made)
+    if options.output:
+        print(f"written: {options.output}")
+    return 0
+
+
+def _copy_sizes(given: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(sorted(set(given)))
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise UsageError(
+            f"--sizes {','.join(format_size(size) for size in given)[:60]}: two or more sizes above zero are needed to "
+            "tell latency from bandwidth, for example 64KB:256MB"
+        )
+    return sizes
+
+
+def _calibrated_machine(options: argparse.Namespace) -> Topology:
+    if options.topo is not None:
+        return read_topology(options)
+    given = first_set_option(options, dict.fromkeys(_DESCRIPTION_OPTIONS))
+    if given:
+        raise UsageError(f"{given} goes with a description of the machine; name it, or leave {given} out")
+    return topoplan.probe()
+
+
+def calibration_to_object(made: Calibration) -> dict[str, object]:
+    """The JSON object of a calibration: bandwidths in GB/s, latencies and times in seconds."""
+    measurement = made.measurement
+    memory = measurement.memory
+    return {
+        "machine": made.topology.name,
+        "source": made.topology.source,
+        "method": measurement.method,
+        "sizes": list(measurement.sizes),
+        "repeats": measurement.repeats,
+        "pairs": [_pair_to_object(pair) for pair in made.pairs],
+        "peer_access": {str(gpus): seconds for gpus, seconds in measurement.peer_access},
+        "memory": {"gpu": memory.gpu, "bytes": memory.nbytes, "bandwidth": memory.bandwidth}
+        if memory
+        else None,
+        "notes": list(made.notes),
+        "topology": made.topology.to_object(),
+    }
+
+
+def _pair_to_object(pair: Pair) -> dict[str, object]:
+    fit = pair.fit
+    return {
+        "src": fit.src,
+        "dst": fit.dst,
+        "channel": pair.route.channel if pair.route else None,
+        "through_host": fit.through_host,
+        "latency": fit.line.alpha,
+        "bandwidth": fit.line.bandwidth,
+        "stated": pair.stated,
+        "distance": fit.line.distance,
+        "odd": pair.odd,
+        "outliers": [
+            {"bytes": one.nbytes, "repeat": one.repeat, "seconds": one.seconds, "median": one.median}
+            for one in fit.outliers
+        ],
+    }
+
+
+def _print_calibration(made: Calibration) -> None:
+    measurement = made.measurement
+    gpus = len({pair.fit.src for pair in made.pairs}) or 1
+    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
+    print(
+        f"{made.topology.name}, {counted(gpus, 'GPU')}: {measurement.method}, {sizes}, median of {measurement.repeats}"
+    )
+    if made.pairs:
+        print()
+        print(table(PAIR_COLUMNS, pair_rows(made.pairs)))
+    if measurement.peer_access:
+        times = ", ".join(
+            f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access
+        )
+        print(f"\npeer access off and on: {times}")
+    print_notes(*made.notes)
+
+
+PAIR_COLUMNS = ("pair", "", "channel", "us out", "us back", "GB/s out", "GB/s back", "stated", "outliers")
+
+
+def pair_rows(pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
+    """A row for every two GPUs, out and back, in the columns of `PAIR_COLUMNS`."""
+    found = {(pair.fit.src, pair.fit.dst): pair for pair in pairs}
+    rows = []
+    for src, dst in tuple(found):
+        if {(src, dst), (dst, src)} <= found.keys():
+            rows.append(_pair_row(found[src, dst], found.pop((dst, src))))
+    return rows
+
+
+def _pair_row(out: Pair, back: Pair) -> tuple[str, ...]:
+    channels = dict.fromkeys(
+        "host" if pair.fit.through_host else pair.route.channel if pair.route else "unknown"
+        for pair in (out, back)
+    )
+    stated = dict.fromkeys("-" if pair.stated is None else f"{pair.stated:g}" for pair in (out, back))
+    return (
+        out.fit.src,
+        out.fit.dst,
+        "/".join(channels),
+        *(f"{pair.fit.line.alpha * 1e6:.1f}" for pair in (out, back)),
+        *(f"{pair.fit.line.bandwidth:.4g}" for pair in (out, back)),
+        "/".join(stated),
+        str(len(out.fit.outliers) + len(back.fit.outliers)),
+    )

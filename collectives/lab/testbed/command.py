@@ -1,0 +1,291 @@
+"""``topoplan testbed``: run schedules over shaped links on this machine, predicted and measured side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from topoplan.cli import arguments
+from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.output import plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
+from topoplan.cli.tree_table import rank_names
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
+from topoplan.schedules.registry import SCHEDULES, make_schedule
+from topoplan.schedules.ring import ring
+from topoplan.solve.planner import plan as make_plan
+from topoplan.units import counted, format_size
+
+if TYPE_CHECKING:
+    from collectives.lab.testbed.run import ShapedRunOutcome
+
+LINE = "run plans over shaped links, predicted and measured"
+"""For ``topoplan --help``."""
+
+SCHEDULE_NAMES = (TREES, "ring", "pcie-ring", *(name for name in SCHEDULES if name != "ring"))
+"""What ``--schedules`` takes: rings over the links of the trees or over PCIe, and all else that the registry knows."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``testbed``."""
+    arguments.add_machine(parser, or_plan=True)
+    arguments.add_allocation(parser)
+    arguments.add_collective(parser, default=None)
+    arguments.add_root(parser)
+    arguments.add_sizes(parser, "16MB,64MB")
+    parser.add_argument(
+        "--schedules",
+        type=_parse_schedules,
+        metavar="LIST",
+        help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
+        "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring; of an "
+        "alltoall trees,one-hop)",
+    )
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--gbit-per-link",
+        type=arguments.positive_factor,
+        metavar="G",
+        help="Gbit/s at which the fastest wire runs here (default: what two processor cores keep up with)",
+    )
+    rate.add_argument(
+        "--scale",
+        type=arguments.positive_factor,
+        metavar="F",
+        help="rate of every link here over its bandwidth, such as 5e-4",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=arguments.size,
+        default="128KB",
+        metavar="S",
+        help="longest piece that moves at once (default: 128KB)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=arguments.whole_number(1, 1000, "whole number from 1 to 1000"),
+        default="3",
+        metavar="N",
+        help="runs of each schedule and size (default: 3)",
+    )
+    parser.add_argument(
+        "--headroom",
+        type=arguments.link_fraction,
+        metavar="F",
+        help="run each schedule also with every connection paced at this part of its share of the links, such as 0.95, "
+        "and measure heartbeats beside both",
+    )
+    parser.add_argument(
+        "--drop",
+        type=_parse_drop,
+        action="append",
+        metavar="A-B=F",
+        help="after --runs runs of the first schedule and size let a link fall to this part of its rate, such as "
+        "gpu0-gpu3=0.1, and go on until the ranks have planned around it (on_slow); may be given several times",
+    )
+    arguments.add_json(parser)
+    add_cluster_options(parser)
+    add_fault_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the machine's links as a network on this computer, slowed down, and run plans on it with real processes.
+
+    Needs Linux, iproute2 and the right to make user namespaces, not root. Exit status 1 if any element is wrong.
+    """
+    from collectives.lab.testbed.network import scale_for_link
+    from collectives.lab.testbed.run import run_testbed
+
+    with progress_line("planning") as progress:
+        plans = _make_plans(options, progress)
+    first = next(iter(plans.values()))
+    scale = options.scale
+    if options.gbit_per_link is not None:
+        used = {name for plan in plans.values() for name in plan.channels}
+        links = [link for link in first.topology.links if link.channel in used] or first.topology.links
+        scale = scale_for_link(links, options.gbit_per_link)
+    if options.drop:
+        return _run_drop(options, first, scale)
+    with progress_line("building the network") as progress:
+        outcome = run_testbed(
+            plans,
+            options.sizes,
+            scale=scale,
+            runs=options.runs,
+            chunk_bytes=options.chunk,
+            headroom=options.headroom,
+            progress=progress,
+        )
+    notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
+    if options.json:
+        print_json({**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes})
+    else:
+        _print_heading(first)
+        _print_outcome(outcome)
+        print_notes(*notes)
+    return 1 if any(one.wrong for one in outcome.measurements) else 0
+
+
+def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> int:
+    """Run a plan while links become slower; exit status 1 if any element is wrong, or nothing was planned anew."""
+    from collectives.lab.testbed.link_drop import AFTER, run_drop
+
+    if options.headroom is not None:
+        raise UsageError("--headroom and --drop are two test beds; leave one out")
+    with progress_line("building the network") as progress:
+        dropped = run_drop(
+            plan,
+            options.sizes[0],
+            dict(options.drop),
+            scale=scale,
+            runs=options.runs,
+            chunk_bytes=options.chunk,
+            progress=progress,
+        )
+    done = any(one.name == AFTER for one in dropped.phases)
+    if options.json:
+        print_json(
+            {**_heading(plan), "chunk": options.chunk, "drop": dict(options.drop), **dropped.to_object()}
+        )
+    else:
+        _print_heading(plan)
+        fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
+        print(
+            f"# {plan.schedule}, {format_size(dropped.nbytes)}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
+        )
+        header = ("phase", "runs", "ms", "GB/s", "predicted", "optimum", "of optimum", "wrong")
+        rows = [
+            (
+                one.name,
+                str(len(one.runs)),
+                f"{dropped.nbytes / one.rate / dropped.scale / 1e6:.1f}",
+                f"{one.rate:.4g}",
+                f"{one.predicted:.4g}",
+                f"{one.optimum:.4g}",
+                f"{one.rate / one.optimum:.1%}",
+                str(one.wrong),
+            )
+            for one in dropped.phases
+        ]
+        print(table(header, rows))
+        if dropped.switch is not None:
+            print(
+                f"# the run before which the ranks planned anew took {dropped.switch * 1e3:.1f} ms with that"
+            )
+        if not done:
+            print(
+                "# nothing was planned anew: no link was judged slow, or the model gains no more than 10 % by it"
+            )
+        print_notes(*plan_notes(plan), *dropped.notes)
+    return 1 if any(one.wrong for one in dropped.phases) or not done else 0
+
+
+def _heading(plan: Plan) -> dict[str, object]:
+    return {"collective": plan.collective, "machine": plan.topology.name, "ranks": list(plan.ranks)}
+
+
+def _print_heading(plan: Plan) -> None:
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({rank_names(plan.ranks)})"
+    print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
+
+
+def _print_outcome(outcome: ShapedRunOutcome) -> None:
+    reached = sorted(link.measured / link.shaped for link in outcome.links)
+    print(
+        f"# {len(outcome.links)} links of {outcome.bits_per_second / 1e9:.3g} Gbit/s together (bandwidth x "
+        f"{outcome.scale:.4g}), all at once they carry {reached[0]:.1%} to {reached[-1]:.1%} of their rates"
+    )
+    header = ("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
+    rows = [
+        (
+            one.schedule if one.headroom is None else f"{one.schedule}, paced at {one.headroom:g}",
+            format_size(one.nbytes),
+            f"{one.line_seconds * 1e3:.1f}",
+            f"{one.predicted * 1e3:.1f}",
+            f"{one.seconds * 1e3:.1f}",
+            f"{one.seconds / one.predicted:.3f}",
+            f"{one.line_seconds / one.seconds:.1%}",
+            str(one.wrong),
+        )
+        for one in outcome.measurements
+    ]
+    print(table(header, rows))
+    for one in outcome.measurements:
+        if one.beats is not None:
+            how = "" if one.headroom is None else f", paced at {one.headroom:g}"
+            print(
+                f"# heartbeats, {one.schedule}{how}, {format_size(one.nbytes)}: median "
+                f"{one.beats.median * 1e3:.2f} ms, 99th percentile {one.beats.p99 * 1e3:.2f} ms, {one.beats.lost} of "
+                f"{one.beats.sent} lost"
+            )
+    for gain in outcome.gains():
+        print(
+            f"# {gain.schedule} over {gain.rival}, {format_size(gain.nbytes)}: predicted {gain.predicted:.3f}x, "
+            f"measured {gain.measured:.3f}x ({gain.measured / gain.predicted - 1:+.1%})"
+        )
+
+
+def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
+    """The plans to run by the name of their schedule, in the order that was asked for."""
+    source = read_plan_or_machine(options)
+    if not isinstance(source, Plan | Topology):
+        raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
+    if isinstance(source, Plan):
+        machine, gpus, collective, root = source.topology, None, source.collective, source.root
+    else:
+        asked = apply_machine_options(options, source)
+        machine, gpus = asked.whole, asked.allocation(options.gpus)
+        collective, root = options.collective or "allreduce", options.root
+    plans = {}
+    beside = "one-hop" if check_collective(collective) == ALL_TO_ALL else "ring"
+    for name in options.schedules or (TREES, beside):
+        if name == TREES and isinstance(source, Plan):
+            made = source
+        elif name == TREES:
+            made = make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
+        elif name == "ring":
+            made = _relaying_ring(machine, collective, gpus, root)
+        elif name == "pcie-ring":
+            made = ring(machine, collective, gpus=gpus, root=root, kind="pcie")
+        else:
+            made = make_schedule(name, machine, collective, gpus=gpus, root=root)
+        plans[made.schedule] = made
+    return plans
+
+
+def _relaying_ring(
+    machine: Topology, collective: str, gpus: tuple[int, ...] | None, root: int | None
+) -> Plan:
+    """The ring over the same links as trees: direct where there is one, relayed where there is not."""
+    try:
+        direct = ring(machine, collective, gpus=gpus, root=root)
+    except InfeasibleError:
+        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+    if direct.schedule != "pcie ring":
+        return direct
+    try:
+        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+    except InfeasibleError:
+        return direct
+
+
+def _parse_drop(text: str) -> tuple[str, float]:
+    wire, equals, part = text.rpartition("=")
+    if not equals or not wire:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is no link with what is left of it, such as gpu0-gpu3=0.1"
+        )
+    return wire, arguments.number(1e-6, 1, "part of a rate below 1, such as 0.1")(part)
+
+
+def _parse_schedules(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SCHEDULE_NAMES:
+            raise argparse.ArgumentTypeError(
+                f"schedule {name[:40]!r} is unknown; use some of {', '.join(SCHEDULE_NAMES)}"
+            )
+    return names

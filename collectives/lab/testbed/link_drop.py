@@ -1,0 +1,208 @@
+"""Slow a link down in the middle of a testbed run, and measure ranks that replan (``on_slow="replan"``).
+
+The plan runs on its network, then rank 0 reshapes the link, and all ranks continue until they have judged it and, after
+a replan, have run the new plan as often. The result states the optimum of each machine by the model beside it. The
+network has wires for the links between any two GPUs and for the links of that optimum, so another plan finds its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from collectives.communicator.link_monitor import (
+    CONSECUTIVE_JUDGEMENTS,
+    JUDGEMENT_CALLS,
+    JUDGEMENT_CALLS_MOST,
+    MIN_MONITORED_BYTES,
+)
+from collectives.communicator.recovery import PlanChange, changed_topology, replan_for_change
+from collectives.lab.testbed.network import (
+    PlanFlow,
+    crossed_links,
+    largest_scale,
+    lay_out_network,
+    network_commands,
+    reshape_commands,
+    slowed_plan,
+    wires_file,
+)
+from collectives.lab.testbed.run import check_memory, predicted, run_job
+from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, sandbox_refusal
+from topoplan.errors import ProbeError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Link
+from topoplan.machine.variants import find_links
+from topoplan.plans.plan import Plan
+from topoplan.units import format_size
+
+BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
+
+MAX_RUNS_DURING = JUDGEMENT_CALLS_MOST + CONSECUTIVE_JUDGEMENTS * JUDGEMENT_CALLS
+"""Runs on a slow link after which ranks must have judged: the first time is as far away as quick runs let it be."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropPhase:
+    """Some runs on one machine by one plan.
+
+    Parameters
+    ----------
+    name : str
+        before, during or after.
+    runs : tuple of float
+        Seconds of each.
+    rate : float
+        Measured GB/s of algorithm bandwidth, over the scale: the median.
+    predicted : float
+        The same by the event simulation of that plan on that machine, at this size.
+    optimum : float
+        GB/s of the best plan for that machine, as `Plan.rate`.
+    wrong : int
+        Wrong elements.
+    """
+
+    name: str
+    runs: tuple[float, ...]
+    rate: float
+    predicted: float
+    optimum: float
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropOutcome:
+    """What a run with a link that became slower showed.
+
+    Parameters
+    ----------
+    nbytes : int
+    scale : float
+        Rate of a link over its bandwidth.
+    phases : tuple of Phase
+        Without "after" where nothing was planned anew.
+    switch : float or None
+        Seconds of the collective before which the ranks planned anew, with that; None where they did not.
+    notes : tuple of str
+        Of the communicator.
+    """
+
+    nbytes: int
+    scale: float
+    phases: tuple[DropPhase, ...]
+    switch: float | None
+    notes: tuple[str, ...]
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object of everything above."""
+        return {**asdict(self), "phases": [{**asdict(one), "runs": list(one.runs)} for one in self.phases]}
+
+
+def run_drop(
+    plan: Plan,
+    nbytes: int,
+    drops: Mapping[str, float],
+    *,
+    scale: float | None = None,
+    runs: int = 3,
+    chunk_bytes: int = 128 << 10,
+    timeout: float = 30.0,
+    progress: Callable[[str], None] | None = None,
+) -> DropOutcome:
+    """Run a plan, let links become slower, and see how the ranks get on.
+
+    Parameters
+    ----------
+    plan : Plan
+    nbytes : int
+        Of the buffer, 1 MB or more: smaller collectives are not watched.
+    drops : mapping of str to float
+        Wires, such as ``gpu0-gpu3``, and what is left of their rates, below 1.
+    scale, chunk_bytes, timeout, progress
+        As `collectives.lab.testbed.run.run_testbed` takes them.
+    runs : int
+        Before, and after.
+
+    Raises
+    ------
+    UsageError
+        There is no such wire, or the plan does not send over it.
+    ProbeError, BackendError
+        As `run_testbed`.
+    """
+    if nbytes < MIN_MONITORED_BYTES:
+        least = format_size(MIN_MONITORED_BYTES)
+        raise UsageError(f"{format_size(nbytes)} is too small to be watched; give {least} or more")
+    check_memory(nbytes, len(plan.ranks))
+    machine = plan.topology
+    speeds = _wire_speeds(plan, drops)
+    change = PlanChange.of(slow_links=speeds)
+    best = replan_for_change(plan, change)
+    assert isinstance(best, Plan), "as the plan that was given"
+    crossed = crossed_links(plan)
+    flows = {**_gpu_pair_flows(plan), **crossed_links(best), **crossed}
+    if not {f"{link.src}->{link.dst}" for links in crossed.values() for link in links} & set(speeds):
+        raise UsageError(f"the plan sends nothing over {', '.join(drops)}; let a link drop that it uses")
+    chosen = largest_scale([plan]) if scale is None else scale
+    network = lay_out_network(flows, machine.links, chosen)
+    refused = sandbox_refusal()
+    if refused:
+        raise ProbeError(refused)
+    job = SandboxJob(
+        commands=network_commands(network),
+        links=(),
+        ranks=tuple(network.namespace(device) for device in machine.gpus),
+        schedules=(ScheduledPlan(plan.schedule, plan.to_json(), json.dumps(wires_file(network, flows))),),
+        sizes=(nbytes,),
+        runs=runs,
+        chunk_bytes=chunk_bytes,
+        timeout=timeout,
+        drop=reshape_commands(network, {wire: speed * chosen * 8e9 for wire, speed in speeds.items()}),
+        most_dropped=MAX_RUNS_DURING,
+    )
+    told = run_job(job, progress)
+    slower = changed_topology(plan, change)
+    phases, switch = [], None
+    for place, name in enumerate(PHASES):
+        seconds = told.seconds(0, place)
+        if name == AFTER and seconds:
+            switch, *rest = seconds
+            seconds = tuple(rest)
+        if not seconds:
+            continue
+        there = machine if name == BEFORE else slower
+        runs_there = slowed_plan(best if name == AFTER else plan, chosen, machine=there)
+        phases.append(
+            DropPhase(
+                name,
+                seconds,
+                nbytes / statistics.median(seconds) / chosen / 1e9,
+                nbytes / predicted(runs_there, nbytes, chunk_bytes) / chosen / 1e9,
+                plan.rate if name == BEFORE else best.rate,
+                told.wrong(0, place),
+            )
+        )
+    return DropOutcome(nbytes, chosen, tuple(phases), switch, told.notes)
+
+
+def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:
+    """GB/s of each direction of the wires that drop."""
+    machine = plan.topology
+    ends = {pair: part for wire, part in drops.items() for pair in find_links(machine, wire)}
+    return {
+        f"{link.src}->{link.dst}": link.bandwidth * ends[link.src, link.dst]
+        for link in machine.links
+        if (link.src, link.dst) in ends
+    }
+
+
+def _gpu_pair_flows(plan: Plan) -> dict[PlanFlow, tuple[Link, ...]]:
+    """What may go over the links from one rank's GPU to another's."""
+    place = {name: rank for rank, name in enumerate(plan.ranks)}
+    return {
+        PlanFlow(place[link.src], place[link.dst], link.channel, (link.src, link.dst)): (link,)
+        for link in Fabric(plan.topology, plan.channels).links
+        if link.src in place and link.dst in place
+    }

@@ -1,0 +1,490 @@
+"""Lay out the network of a testbed: flows of a plan, namespaces, cables, commands for ip and tc, and scale.
+
+A device that a flow crosses is a namespace that forwards; the two directions of a link are one veth pair, each shaped
+at its sender. A wire has its own pair of addresses, so static routes by destination lead it along exactly its route,
+and its acknowledgements back along the same cables. A flow is the load of one TCP connection with the links that it
+crosses; several routes between the same two ranks, as of relaying rings, are several flows.
+
+Links have frames of 9000 bytes, a token bucket filter at the sender, and at most 50 ms of queue. Rates are those of the
+data; the filter adds the headers of full frames. Many frames are sent as one packet, which halves the processor time;
+on slow links packets are shorter, at most 5 ms. A bucket flatters short runs, so it holds little more than one packet.
+All bandwidths are scaled by one factor until one computer can run the machine: ratios between links and schedules stay,
+start-ups stay too, so latency weighs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Link, Topology
+from topoplan.plans.loads import edge_links, link_loads
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Stage
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlanFlow:
+    """Data from one rank to another along one route.
+
+    Parameters
+    ----------
+    source, destination : int
+        Ranks.
+    channel : str
+        Channel of the tree edges.
+    route : tuple of str
+        Devices from source to destination, both included.
+    """
+
+    source: int
+    destination: int
+    channel: str
+    route: tuple[str, ...]
+
+
+def plan_flows(plan: Plan) -> tuple[PlanFlow, ...]:
+    """The flows of a plan, sorted.
+
+    Examples
+    --------
+    GPU 1 sends to GPU 4 over 5, and 4 to 1 over 5, in one direction of Blink's allocation; both ways at once:
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> plan = topoplan.plan(machine, gpus=[1, 4, 5, 7])
+    >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
+    [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
+    """
+    return tuple(sorted({flow_of(stage, edge) for _, _, stage, edge in _numbered_edges(plan)}))
+
+
+def flow_of(stage: Stage, edge: Edge) -> PlanFlow:
+    """The flow that carries what crosses a tree edge."""
+    if stage.op == "reduce":
+        return PlanFlow(edge.child, edge.parent, edge.channel, edge.route[::-1])
+    return PlanFlow(edge.parent, edge.child, edge.channel, edge.route)
+
+
+def _numbered_edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
+    """Every tree edge with the numbers of its shard and stage."""
+    for number, shard in enumerate(plan.shards):
+        for position, stage in enumerate(shard.stages):
+            for edge in stage.edges:
+                yield number, position, stage, edge
+
+
+def crossed_links(plan: Plan) -> dict[PlanFlow, tuple[Link, ...]]:
+    """The links of the plan's machine that each flow crosses, in the order in which it crosses them.
+
+    Raises
+    ------
+    UsageError
+        A switch on the way copies or adds, which a forwarding device cannot.
+    PlanError
+        A route crosses a link that the machine does not have.
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    crossed: dict[PlanFlow, tuple[Link, ...]] = {}
+    for number, position, stage, edge in _numbered_edges(plan):
+        flow = flow_of(stage, edge)
+        if flow not in crossed:
+            try:
+                links = edge_links(edge, stage.op, fabric)
+            except PlanError as error:
+                raise error.within(number, position) from None
+            crossed[flow] = tuple(fabric.links[link] for link in links)
+    flows = dict(sorted(crossed.items()))
+    _check_forwarding({name for flow in flows for name in flow.route} & (fabric.copying | fabric.adding))
+    return flows
+
+
+def _check_forwarding(switches: Iterable[str]) -> None:
+    for name in sorted(switches):
+        raise UsageError(
+            f"{name} copies or adds in the network, and a test bed can only forward; "
+            "leave multicast and reduce out of the topology"
+        )
+
+
+CABLE_ADDRESSES = int(IPv4Address("10.0.0.0"))
+WIRE_ADDRESSES = int(IPv4Address("10.128.0.0"))
+
+MAX_CABLES = 1000
+MAX_WIRES = 4000
+"""What one machine still builds in seconds."""
+
+MIN_BITS_PER_SECOND = 100_000
+"""Bits per second of a link below which shaping makes no sense: a packet would take longer than its queue may last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """Two devices joined: a veth pair.
+
+    Parameters
+    ----------
+    number : int
+        Position among the cables of the network.
+    ends : (str, str)
+        Devices.
+    channel : str
+        Channel of the links.
+    rates : (int or None, int or None)
+        Bits of data per second from the first end to the second, and back; None where there is no link, and only
+        acknowledgements run.
+    """
+
+    number: int
+    ends: tuple[str, str]
+    channel: str
+    rates: tuple[int | None, int | None]
+
+    @property
+    def interface(self) -> str:
+        """Name of the interface at either end."""
+        return f"c{self.number}"
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Addresses of the two ends, a /31 network.
+
+        Examples
+        --------
+        >>> Cable(3, ("gpu0", "gpu1"), "nvlink", (None, None)).addresses
+        ('10.0.0.6', '10.0.0.7')
+        """
+        first = IPv4Address(CABLE_ADDRESSES + 2 * self.number)
+        return str(first), str(first + 1)
+
+    @property
+    def hardware_addresses(self) -> tuple[str, str]:
+        """Ethernet addresses of the two ends, locally administered."""
+        high, low = divmod(self.number, 256)
+        return f"02:00:00:{high:02x}:{low:02x}:00", f"02:00:00:{high:02x}:{low:02x}:01"
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedWire:
+    """A flow with its two addresses and the cables that it crosses, each with the side on which it enters."""
+
+    number: int
+    flow: PlanFlow
+    cables: tuple[tuple[int, int], ...]
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Addresses of source and destination; no other wire has them."""
+        first = IPv4Address(WIRE_ADDRESSES + 2 * self.number)
+        return str(first), str(first + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedNetwork:
+    """What a test bed builds.
+
+    Parameters
+    ----------
+    devices : tuple of str
+        Each becomes a namespace.
+    cables : tuple of Cable
+    wires : tuple of Wire
+    """
+
+    devices: tuple[str, ...]
+    cables: tuple[Cable, ...]
+    wires: tuple[ShapedWire, ...]
+
+    def namespace(self, device: str) -> str:
+        """Name of a device's namespace: names of devices may hold what no namespace can be called."""
+        return f"d{self.devices.index(device)}"
+
+    @property
+    def bits_per_second(self) -> int:
+        """All links together: what the processors have to move at most."""
+        return sum(rate for cable in self.cables for rate in cable.rates if rate is not None)
+
+
+def lay_out_network(
+    flows: Mapping[PlanFlow, Sequence[Link]], links: Iterable[Link], scale: float
+) -> ShapedNetwork:
+    """The network for some flows.
+
+    Parameters
+    ----------
+    flows : mapping of Flow to sequence of Link
+        The links that each crosses.
+    links : iterable of Link
+        All links of the machine: the other direction of a link that is crossed is shaped too.
+    scale : float
+        Rate of a link here over its bandwidth.
+
+    Raises
+    ------
+    UsageError
+        More cables or wires than a machine can bear, or a link too slow to shape.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives.lab.testbed.network import crossed_links
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2])
+    >>> network = lay_out_network(crossed_links(plan), plan.topology.links, scale=0.0005)
+    >>> [(cable.ends, cable.rates) for cable in network.cables]  # doctest: +NORMALIZE_WHITESPACE
+    [(('gpu0', 'gpu1'), (100000000, 100000000)), (('gpu0', 'gpu2'), (100000000, 100000000)),
+     (('gpu1', 'gpu2'), (200000000, 200000000))]
+    """
+    bandwidth = {(link.src, link.dst, link.channel): link.bandwidth for link in links}
+    pairs = sorted({_pair(link) for crossed in flows.values() for link in crossed})
+    if len(pairs) > MAX_CABLES or len(flows) > MAX_WIRES:
+        raise UsageError(
+            f"{len(pairs)} links and {len(flows)} flows are too many for one machine (at most {MAX_CABLES} and "
+            f"{MAX_WIRES}); choose fewer GPUs"
+        )
+    cables = []
+    for number, (first, second, channel) in enumerate(pairs):
+        forth = _shaped_rate(bandwidth.get((first, second, channel)), scale, f"{first}->{second}")
+        back = _shaped_rate(bandwidth.get((second, first, channel)), scale, f"{second}->{first}")
+        cables.append(Cable(number, (first, second), channel, (forth, back)))
+    position = {pair: number for number, pair in enumerate(pairs)}
+    wires = tuple(
+        ShapedWire(
+            number, flow, tuple((position[_pair(link)], int(link.src > link.dst)) for link in flows[flow])
+        )
+        for number, flow in enumerate(sorted(flows))
+    )
+    devices = {end for cable in cables for end in cable.ends}
+    return ShapedNetwork(tuple(sorted(devices)), tuple(cables), wires)
+
+
+def wires_file(network: ShapedNetwork, flows: Iterable[PlanFlow]) -> dict[str, object]:
+    """The wires of some flows in the form that the tcp back end reads, ``topoplan.wires/1``."""
+    wanted = set(flows)
+    wires = []
+    for wire in network.wires:
+        if wire.flow in wanted:
+            start, end = wire.addresses
+            wires.append(
+                {
+                    "source": wire.flow.source,
+                    "destination": wire.flow.destination,
+                    "channel": wire.flow.channel,
+                    "route": list(wire.flow.route),
+                    "from": start,
+                    "to": end,
+                }
+            )
+    return {"format": "topoplan.wires/1", "wires": wires}
+
+
+def _pair(link: Link) -> tuple[str, str, str]:
+    return (min(link.src, link.dst), max(link.src, link.dst), link.channel)
+
+
+def _shaped_rate(bandwidth: float | None, scale: float, name: str) -> int | None:
+    if bandwidth is None:
+        return None
+    rate = round(bandwidth * 8e9 * scale)
+    if rate < MIN_BITS_PER_SECOND:
+        raise UsageError(
+            f"link {name} would run at {rate} bit/s, too slow to shape (at least {MIN_BITS_PER_SECOND}); choose a "
+            "larger scale"
+        )
+    return rate
+
+
+FRAME_BYTES = 9000
+
+HEADER_FACTOR = (FRAME_BYTES + 14) / (FRAME_BYTES - 20 - 32)
+"""Bytes that the filter counts for each byte of data in full frames: Ethernet around the frame, IP and TCP in it."""
+
+MAX_PACKET_BYTES = 64_000
+PACKET_SECONDS = 0.005
+
+BURST_SECONDS = 0.002
+QUEUE_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkCommands:
+    """Lines to run, in this order.
+
+    Parameters
+    ----------
+    create : tuple of str
+        For ip: namespaces, and cables between them.
+    inside : dict of str to tuple of str
+        For ip in each namespace: addresses and routes.
+    shape : dict of str to tuple of str
+        For tc in each namespace.
+    """
+
+    create: tuple[str, ...]
+    inside: dict[str, tuple[str, ...]]
+    shape: dict[str, tuple[str, ...]]
+
+
+def network_commands(network: ShapedNetwork) -> NetworkCommands:
+    """What builds a network.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives.lab.testbed.network import crossed_links
+    >>> from collectives.lab.testbed.network import lay_out_network
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7])
+    >>> lines = network_commands(lay_out(crossed_links(plan), plan.topology.links, scale=0.0005))
+    >>> lines.create[2]
+    'link add name c0 address 02:00:00:00:00:00 mtu 9000 netns d0 type veth peer name c0 address 02:00:00:00:00:01
+    mtu 9000 netns d1'
+    >>> lines.shape["d0"]
+    ('qdisc add dev c0 root tbf rate 201475190bit burst 82000b latency 50ms',)
+    """
+    names = {device: network.namespace(device) for device in network.devices}
+    create = [f"netns add {name}" for name in names.values()]
+    inside = {name: ["link set lo up"] for name in names.values()}
+    shape: dict[str, list[str]] = {name: [] for name in names.values()}
+    for cable in network.cables:
+        first, second = (names[end] for end in cable.ends)
+        ends = [
+            f"name {cable.interface} address {hardware} mtu {FRAME_BYTES} netns {name}"
+            for hardware, name in zip(cable.hardware_addresses, (first, second), strict=True)
+        ]
+        create.append(f"link add {ends[0]} type veth peer {ends[1]}")
+        for side, (name, rate) in enumerate(zip((first, second), cable.rates, strict=True)):
+            lines = inside[name]
+            lines.append(f"address add {cable.addresses[side]}/31 dev {cable.interface}")
+            lines.append(f"link set {cable.interface} up")
+            # Who is at the other end is known: to ask would mean to wait in the queue, now and then for seconds.
+            lines.append(
+                f"neighbour add {cable.addresses[1 - side]} lladdr {cable.hardware_addresses[1 - side]} "
+                f"dev {cable.interface} nud permanent"
+            )
+            if rate is not None:
+                lines.append(f"link set {cable.interface} gso_max_size {_packet_bytes(rate)}")
+                shape[name].append(
+                    f"qdisc add dev {cable.interface} root {_token_bucket(rate, burst=_bucket_bytes(rate))}"
+                )
+    for wire in network.wires:
+        start, end = wire.addresses
+        route = wire.flow.route
+        inside[names[route[0]]].append(f"address add {start}/32 dev lo")
+        inside[names[route[-1]]].append(f"address add {end}/32 dev lo")
+        for place, (number, side) in enumerate(wire.cables):
+            cable = network.cables[number]
+            inside[names[route[place]]].append(_route_line(end, cable, 1 - side))
+            inside[names[route[place + 1]]].append(_route_line(start, cable, side))
+    return NetworkCommands(
+        tuple(create),
+        {name: tuple(lines) for name, lines in inside.items()},
+        {name: tuple(lines) for name, lines in shape.items() if lines},
+    )
+
+
+def reshape_commands(network: ShapedNetwork, rates: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
+    """For tc in each namespace: what makes some links of a network slower.
+
+    The bucket stays as large: a packet that waits while it becomes smaller than that would wait for ever.
+
+    Parameters
+    ----------
+    network : Network
+    rates : mapping of str to float
+        Bits of data per second by direction, such as ``gpu0->gpu3``; those of other links are not looked at.
+    """
+    lines: dict[str, list[str]] = {}
+    for cable in network.cables:
+        for (first, second), before in zip((cable.ends, cable.ends[::-1]), cable.rates, strict=True):
+            wire = f"{first}->{second}"
+            if wire in rates and before is not None:
+                bucket = _token_bucket(
+                    max(MIN_BITS_PER_SECOND, round(rates[wire])), burst=_bucket_bytes(before)
+                )
+                lines.setdefault(network.namespace(first), []).append(
+                    f"qdisc change dev {cable.interface} root {bucket}"
+                )
+    return {name: tuple(found) for name, found in lines.items()}
+
+
+def _packet_bytes(rate: int) -> int:
+    """Bytes of the longest packet that is sent over a link at once: two frames or more."""
+    return max(2 * FRAME_BYTES, min(MAX_PACKET_BYTES, round(PACKET_SECONDS * rate / 8)))
+
+
+def _bucket_bytes(rate: int) -> int:
+    """Bytes of the bucket of a link in one direction."""
+    return max(_packet_bytes(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
+
+
+def _token_bucket(rate: int, *, burst: int) -> str:
+    """The token bucket of a link in one direction."""
+    return f"tbf rate {round(rate * HEADER_FACTOR)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
+
+
+def _route_line(address: str, cable: Cable, side: int) -> str:
+    """The route to an address over the end of a cable on the other side."""
+    return f"route add {address}/32 via {cable.addresses[side]} dev {cable.interface}"
+
+
+MAX_TOTAL_BITS = 2.4e9
+"""Bits per second over all links together that two processor cores move and have some time left."""
+
+MAX_LINK_BITS = 1e9
+"""Bits per second over one link that a sending and a receiving thread keep up with beside all others."""
+
+
+def slowed_plan(plan: Plan, scale: float, *, machine: Topology | None = None) -> Plan:
+    """The plan on the machine of the test bed, or on another with the same links, for the model of its time.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = slowed_plan(topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2]), 0.0005)
+    >>> plan.rate, {link.bandwidth for link in plan.topology.links if link.channel == "nvlink"} == {0.0125, 0.025}
+    (0.025, True)
+    """
+    whole = plan.topology if machine is None else machine
+    links = tuple(replace(link, bandwidth=link.bandwidth * scale) for link in whole.links)
+    machine = replace(whole, links=links)
+    return replace(plan, topology=machine, rate=plan.rate * scale, bound=plan.bound * scale)
+
+
+def scale_for_link(links: Iterable[Link], gbit_per_link: float) -> float:
+    """The scale at which the fastest wire of some links runs at so many Gbit/s.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> scale_for_link(topoplan.load("dgx-1v").links, 0.1)
+    0.0005
+    """
+    return gbit_per_link / (8 * max(link.bandwidth / link.count for link in links))
+
+
+def largest_scale(plans: Iterable[Plan]) -> float:
+    """The scale at which a machine of two cores keeps up with plans that run at their rates.
+
+    Raises
+    ------
+    UsageError
+        Nothing moves.
+
+    Examples
+    --------
+    On a whole DGX-1V each of 48 NVLinks runs at 25 GB/s, so that 50 Mbit/s for each make 2.4 Gbit/s.
+
+    >>> import topoplan
+    >>> round(largest_scale([topoplan.plan(topoplan.load("dgx-1v"))]), 9)
+    0.00025
+    """
+    scale = MAX_LINK_BITS
+    for plan in plans:
+        loads = link_loads(plan.shards, Fabric(plan.topology, plan.channels))
+        bits = [8e9 * plan.rate * float(load) for load in loads if load]
+        if not bits:
+            raise UsageError("no data crosses any link, so there is nothing to run; choose at least two GPUs")
+        scale = min(scale, MAX_TOTAL_BITS / sum(bits), MAX_LINK_BITS / max(bits))
+    return scale

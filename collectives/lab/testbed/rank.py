@@ -1,0 +1,192 @@
+"""Run one rank of a testbed: the schedules of the job over its wires, every element checked, times reported.
+
+``python -m collectives.lab.testbed.rank FOLDER RANK`` writes one JSON object for each run: schedule, size, the agreed
+start, seconds from there, and wrong elements. All processes of a machine read the same monotonic clock.
+
+The expected result is known without running the collective: inputs repeat after a prime number of elements. Sums are
+exact in float32 for any number of ranks that a testbed can hold, and a misplaced chunk shows, since no chunk is a
+multiple of the period.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.communicator.communicator import Communicator
+from collectives.lab.benchmark import DIVIDED, METHODS
+from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, shape_links
+from collectives.tables.lowering import lower
+from topoplan.errors import TopoplanError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import parse_plan_file
+
+PERIOD = 8191
+
+Floats = NDArray[np.float32]
+
+
+def make_input(rank: int, count: int) -> Floats:
+    """What a rank puts in, (count,) float32.
+
+    Examples
+    --------
+    >>> make_input(1, 4).tolist()
+    [0.0, 2.0, 4.0, 6.0]
+    """
+    return np.resize(_period(rank), count)
+
+
+def expected_result(collective: str, root: int | None, *, rank: int, ranks: int, count: int) -> Floats | None:
+    """What a rank must get, or None where it gets nothing.
+
+    Parameters
+    ----------
+    collective : str
+    root : int or None
+    rank, ranks : int
+    count : int
+        Elements of what each rank puts in.
+
+    Examples
+    --------
+    >>> expected_result("allreduce", None, rank=0, ranks=2, count=3).tolist()
+    [0.0, 3.0, 6.0]
+    """
+    if collective == "allgather":
+        return np.concatenate([make_input(other, count) for other in range(ranks)])
+    if collective == "broadcast":
+        return make_input(root or 0, count)
+    if collective == "alltoall":
+        return np.concatenate([np.split(make_input(other, count), ranks)[rank] for other in range(ranks)])
+    if collective == "reduce" and rank != root:
+        return None
+    total = np.resize(np.sum([_period(other) for other in range(ranks)], axis=0, dtype=np.float32), count)
+    if collective == "reduce_scatter":
+        block = count // ranks
+        return total[rank * block : (rank + 1) * block]
+    return total
+
+
+def _period(rank: int) -> Floats:
+    return (np.arange(PERIOD) * (rank + 1) % 251).astype(np.float32)
+
+
+WARM_UP_BYTES = 16 << 20
+"""Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and windows."""
+
+START_DELAY = 0.05
+"""Seconds from the agreement on a start to the start."""
+
+ITEMSIZE = 4
+
+
+def main(folder: str, rank: int) -> int:
+    """Run the job of a folder as one rank; exit status 1 if a run failed."""
+    place = Path(folder)
+    job = SandboxJob.from_json((place / "job.json").read_text(encoding="utf-8"))
+    try:
+        for number, schedule in enumerate(job.schedules):
+            _run_schedule(job, schedule, number, place=place, rank=rank)
+    except (TopoplanError, OSError) as error:
+        _write_record(rank=rank, error=str(error))
+        return 1
+    return 0
+
+
+def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, place: Path, rank: int) -> None:
+    plan = parse_plan_file(schedule.plan)
+    assert isinstance(plan, Plan), "a test bed runs one plan, not plans by size"
+    wires = place / f"wires{number}-{rank}.json"
+    wires.write_text(schedule.wires, encoding="utf-8")
+    backend = TcpBackend(
+        rank,
+        len(job.ranks),
+        rendezvous=f"unix:{place / f'rendezvous{number}'}",
+        wires=str(wires),
+        pace=schedule.pace,
+        timeout=job.timeout,
+    )
+    on_slow = "replan" if job.drop else "ignore"
+    with Communicator(plan, backend, chunk_bytes=job.chunk_bytes, on_slow=on_slow) as communicator:
+        _run_once(communicator, backend, plan, min(WARM_UP_BYTES, *job.sizes), job.chunk_bytes)
+        if job.drop:
+            _run_dropping(job, communicator, backend, plan, number)
+            return
+        for size, nbytes in enumerate(job.sizes):
+            for run in range(job.runs):
+                start, seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
+                times = {"start": start, "seconds": seconds, "wrong": wrong}
+                _write_record(rank=rank, schedule=number, size=size, run=run, **times)
+
+
+def _run_dropping(
+    job: SandboxJob, communicator: Communicator, backend: TcpBackend, plan: Plan, schedule: int
+) -> None:
+    """Runs before links become slower, from then on until the ranks have planned anew, and by that plan.
+
+    The three parts are told as sizes 0, 1 and 2; the first run of the last is the one before which they planned.
+    """
+    rank = communicator.ranks[0]
+
+    def run(phase: int, number: int) -> None:
+        start, seconds, wrong = _run_once(communicator, backend, plan, job.sizes[0], job.chunk_bytes)
+        phase += communicator.plan.digest != plan.digest
+        times = {"start": start, "seconds": seconds, "wrong": wrong}
+        _write_record(rank=rank, schedule=schedule, size=phase, run=number, **times)
+
+    for number in range(job.runs):
+        run(0, number)
+    if rank == 0:
+        shape_links(job.drop)
+    number = 0
+    while not communicator.notes and number < job.most_dropped:
+        run(1, number)
+        number += 1
+    if communicator.plan.digest != plan.digest:
+        for after in range(number, number + job.runs):
+            run(1, after)
+    if rank == 0:
+        _write_record(notes=list(communicator.notes))
+
+
+def _run_once(
+    communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int, chunk_bytes: int
+) -> tuple[float, float, int]:
+    """The agreed start, seconds from there to this rank's end, and wrong elements."""
+    rank, ranks = communicator.ranks[0], communicator.size
+    count = element_count(plan, nbytes)
+    each = count // ranks if plan.collective == "allgather" else count
+    mine = make_input(rank, each)
+    wanted = expected_result(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
+    method = getattr(communicator, METHODS[plan.collective])
+    # Lowering is kept, so that the clock does not see it.
+    whole = count * ranks if plan.collective == "alltoall" else count
+    lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
+    start = backend.largest(time.monotonic()) + START_DELAY
+    time.sleep(max(0.0, start - time.monotonic()))
+    result = method(mine)
+    seconds = time.monotonic() - start
+    return start, seconds, 0 if wanted is None else int(np.count_nonzero(result != wanted))
+
+
+def element_count(plan: Plan, nbytes: int) -> int:
+    """Elements of a plan's buffer for a size; a multiple of the ranks where it is divided among them."""
+    count = nbytes // ITEMSIZE
+    return count - count % len(plan.ranks) if plan.collective in DIVIDED else count
+
+
+def _write_record(**said: object) -> None:
+    """One line in one write: the ranks share a pipe."""
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,451 @@
+"""Run a testbed job in namespaces without root: build the network, measure its links, start the ranks.
+
+``unshare`` gives the process its own user, network, mount and process namespaces. It is the first process there, so its
+end ends all others, and the kernel removes mounts, namespaces and cables. A thread enters a namespace, and sockets and
+processes that it creates there stay there.
+
+``python -m collectives.lab.testbed.sandbox`` reads a `SandboxJob`, one line of JSON, from stdin and writes one JSON
+object on each line of stdout: the rates of the links, then what the ranks write (`collectives.lab.testbed.rank`). It
+ends when stdin ends, so nothing outlives its parent. A link is measured by one TCP connection, as many at once as the
+processors bear; a link below its rate here is limited by the processors or the shaping, not by a plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+
+from collectives.lab.testbed.heartbeats import HeartbeatWire
+from collectives.lab.testbed.network import MAX_TOTAL_BITS, NetworkCommands
+from topoplan.errors import ProbeError, TopoplanError
+
+UNSHARE = (
+    *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork"),
+    *("--kill-child", "--mount-proc"),
+)
+
+PRIVATE_RUN = ("mount", "-t", "tmpfs", "none", "/run")
+"""``ip netns`` keeps its names under /run, which belongs to root."""
+
+_TRIAL = f"""set -e
+{" ".join(PRIVATE_RUN)}
+ip netns add a
+ip link add c0 netns a type veth peer name c0
+tc qdisc add dev c0 root tbf rate 100mbit burst 32kb latency 50ms
+"""
+
+
+@lru_cache(maxsize=1)
+def sandbox_refusal() -> str:
+    """Why no test bed can be built on this machine; empty if one can. Tried once in a process, in some 30 ms."""
+    if sys.platform != "linux":
+        return "a test bed needs Linux"
+    for program, package in (
+        ("unshare", "util-linux"),
+        ("mount", "mount"),
+        ("ip", "iproute2"),
+        ("tc", "iproute2"),
+    ):
+        if shutil.which(program) is None:
+            return f"a test bed needs {program}; install {package}"
+    tried = subprocess.run([*UNSHARE, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+        return f"this machine does not let users build networks: {said[0]}"
+    return ""
+
+
+@contextmanager
+def run_in_sandbox(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A Python module as the first process of new namespaces, with pipes to its stdin and stdout.
+
+    At the end it is killed if it still runs, and all that it has started with it. It is not in this process's group, so
+    Ctrl-C does not reach it; where this process is killed, it ends because its stdin does.
+    """
+    process = subprocess.Popen(
+        [*UNSHARE, sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+NAMESPACE_FOLDER = Path("/run/netns")
+"""Where ``ip netns`` keeps its names."""
+
+_CLONE_NEWNET = 0x40000000
+_OWN_NAMESPACE = "/proc/thread-self/ns/net"
+
+NAMESPACE_SETTINGS = {
+    "ip_forward": "1",
+    "tcp_congestion_control": "reno",
+}
+"""Of IPv4 in every namespace."""
+
+
+@contextmanager
+def in_namespace(namespace: str) -> Iterator[None]:
+    """Step this thread into a namespace, and back.
+
+    Raises
+    ------
+    OSError
+        There is no such namespace.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
+    try:
+        there = os.open(NAMESPACE_FOLDER / namespace, os.O_RDONLY)
+        try:
+            _enter_namespace(libc, there)
+        finally:
+            os.close(there)
+        try:
+            yield
+        finally:
+            _enter_namespace(libc, before)
+    finally:
+        os.close(before)
+
+
+def _enter_namespace(libc: ctypes.CDLL, namespace: int) -> None:
+    if libc.setns(namespace, _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"a network namespace cannot be entered: {os.strerror(number)}")
+
+
+def build_network(
+    create: Sequence[str], inside: Mapping[str, Sequence[str]], shape: Mapping[str, Sequence[str]]
+) -> None:
+    """Run the lines of `collectives.lab.testbed.network.NetworkCommands`.
+
+    Raises
+    ------
+    ProbeError
+        ``ip`` or ``tc`` refuses; carries what it says.
+    """
+    _run_batch(["ip"], create)
+    for namespace, lines in inside.items():
+        with in_namespace(namespace):
+            _run_batch(["ip"], lines)
+            for name, value in NAMESPACE_SETTINGS.items():
+                Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
+    shape_links(shape)
+
+
+def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
+    """Run lines for tc in each namespace; ProbeError where it refuses."""
+    for namespace, lines in shape.items():
+        with in_namespace(namespace):
+            _run_batch(["tc"], lines)
+
+
+def _run_batch(program: Sequence[str], lines: Sequence[str]) -> None:
+    done = subprocess.run(
+        [*program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ProbeError(f"{program[0]} cannot build the test bed: {'; '.join(said[:2])}")
+
+
+SETTLING_SECONDS = 0.25
+"""Seconds in which bursts are used up and windows open, before anything counts."""
+
+COUNTED_SECONDS = 0.75
+"""Seconds in which arriving bytes are counted."""
+
+_SEND_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUnderTest:
+    """One direction of a cable: namespaces and addresses of both ends, and the bits per second it is shaped to."""
+
+    source: str
+    destination: str
+    source_address: str
+    destination_address: str
+    rate: int
+
+
+def measure_links(links: Sequence[LinkUnderTest], together: float) -> list[float]:
+    """Bits per second of payload that arrive over each link.
+
+    Parameters
+    ----------
+    links : sequence of LinkUnderTest
+    together : float
+        Bits per second of the links that are loaded at the same time.
+
+    Raises
+    ------
+    OSError
+        A link does not connect its ends.
+    """
+    found: list[float] = []
+    group: list[LinkUnderTest] = []
+    for link in links:
+        if group and sum(other.rate for other in group) + link.rate > together:
+            found += _measure_group(group)
+            group = []
+        group.append(link)
+    return found + _measure_group(group)
+
+
+def _measure_group(links: Sequence[LinkUnderTest]) -> list[float]:
+    """The same for links that are all loaded at once."""
+    over = threading.Event()
+    received = [0] * len(links)
+    ends = [_connect(link) for link in links]
+    threads = []
+    for number, (sender, receiver) in enumerate(ends):
+        threads.append(threading.Thread(target=_send_until, args=(sender, over), daemon=True))
+        threads.append(
+            threading.Thread(target=_count_received, args=(receiver, received, number), daemon=True)
+        )
+    for thread in threads:
+        thread.start()
+    time.sleep(SETTLING_SECONDS)
+    before, started = list(received), time.monotonic()
+    time.sleep(COUNTED_SECONDS)
+    after, seconds = list(received), time.monotonic() - started
+    over.set()
+    for pair in ends:
+        for end in pair:
+            end.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join()
+    for pair in ends:
+        for end in pair:
+            end.close()
+    return [8 * (last - first) / seconds for first, last in zip(before, after, strict=True)]
+
+
+def _connect(link: LinkUnderTest) -> tuple[socket.socket, socket.socket]:
+    with in_namespace(link.destination):
+        listener = socket.create_server((link.destination_address, 0))
+    with listener:
+        with in_namespace(link.source):
+            sender = socket.socket()
+        sender.settimeout(5)
+        sender.bind((link.source_address, 0))
+        sender.connect(listener.getsockname())
+        sender.settimeout(None)
+        receiver, _ = listener.accept()
+    return sender, receiver
+
+
+def _send_until(sender: socket.socket, over: threading.Event) -> None:
+    piece = bytes(_SEND_BYTES)
+    try:
+        while not over.is_set():
+            sender.send(piece)
+    except OSError:
+        return
+
+
+def _count_received(receiver: socket.socket, received: list[int], number: int) -> None:
+    buffer = bytearray(_SEND_BYTES)
+    try:
+        while count := receiver.recv_into(buffer):
+            received[number] += count
+    except OSError:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPlan:
+    """A plan to run.
+
+    Parameters
+    ----------
+    name : str
+    plan : str
+        The plan file.
+    wires : str
+        What the tcp back end reads, ``topoplan.wires/1``.
+    pace : float or None
+        As `collectives.backends.tcp.tcp_backend.TcpBackend` takes it.
+    """
+
+    name: str
+    plan: str
+    wires: str
+    pace: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxJob:
+    """A network, and the plans to run on it.
+
+    Parameters
+    ----------
+    commands : Commands
+    links : tuple of LinkUnderTest
+        Links to measure before any plan runs; may be empty.
+    ranks : tuple of str
+        Namespace of each rank.
+    schedules : tuple of Schedule
+    sizes : tuple of int
+        Bytes of the buffer.
+    runs : int
+        Timed runs of each schedule and size.
+    chunk_bytes : int
+    timeout : float
+        Seconds that a rank waits for the next step.
+    pulses : tuple of Pulse
+        Wires that heartbeats go over meanwhile.
+    drop : dict of str to tuple of str
+        For tc in each namespace, after ``runs`` runs; empty where no link becomes slower.
+    most_dropped : int
+        Runs from then on, at most, until the ranks say that a link is slow.
+    """
+
+    commands: NetworkCommands
+    links: tuple[LinkUnderTest, ...]
+    ranks: tuple[str, ...]
+    schedules: tuple[ScheduledPlan, ...]
+    sizes: tuple[int, ...]
+    runs: int
+    chunk_bytes: int
+    timeout: float
+    pulses: tuple[HeartbeatWire, ...] = ()
+    drop: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    most_dropped: int = 0
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SandboxJob:
+        """Read what `to_json` wrote.
+
+        Examples
+        --------
+        >>> job = SandboxJob(NetworkCommands((), {}, {}), (), ("d0", "d1"), (), (1 << 20,), 1, 65536, 30.0)
+        >>> SandboxJob.from_json(job.to_json()) == job
+        True
+        """
+        given = json.loads(text)
+        return cls(
+            commands=NetworkCommands(
+                tuple(given["commands"]["create"]),
+                *(
+                    {name: tuple(lines) for name, lines in given["commands"][part].items()}
+                    for part in ("inside", "shape")
+                ),
+            ),
+            links=tuple(LinkUnderTest(**link) for link in given["links"]),
+            ranks=tuple(given["ranks"]),
+            schedules=tuple(ScheduledPlan(**schedule) for schedule in given["schedules"]),
+            sizes=tuple(given["sizes"]),
+            runs=given["runs"],
+            chunk_bytes=given["chunk_bytes"],
+            timeout=given["timeout"],
+            pulses=tuple(HeartbeatWire(**pulse) for pulse in given["pulses"]),
+            drop={name: tuple(lines) for name, lines in given["drop"].items()},
+            most_dropped=given["most_dropped"],
+        )
+
+
+JOB_FOLDER = Path("/run/topoplan")
+"""Job, wires and rendezvous; private to the sandbox."""
+
+FAILURE_GRACE_SECONDS = 3.0
+"""Seconds in which the other ranks may say what they saw of one that failed."""
+
+
+def main() -> int:
+    """Do the job; exit status 1 if a rank failed or the network cannot be built."""
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    job = SandboxJob.from_json(line)
+    try:
+        subprocess.run(PRIVATE_RUN, check=True)
+        build_network(job.commands.create, job.commands.inside, job.commands.shape)
+        if job.links:
+            print(json.dumps({"links": measure_links(job.links, MAX_TOTAL_BITS)}), flush=True)
+    except (TopoplanError, OSError, subprocess.CalledProcessError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    JOB_FOLDER.mkdir()
+    (JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
+    return _run_ranks(job) if job.schedules else 0
+
+
+def _end_with_stdin() -> None:
+    # Read below the text layer: it holds a lock, over which the interpreter would stumble when it ends.
+    while os.read(0, 1 << 16):
+        pass
+    os._exit(1)
+
+
+def _run_ranks(job: SandboxJob) -> int:
+    hearts = _start_heartbeats(job)
+    ranks: list[subprocess.Popen[bytes]] = []
+    for number, namespace in enumerate(job.ranks):
+        with in_namespace(namespace):
+            command = [sys.executable, "-m", "collectives.lab.testbed.rank", str(JOB_FOLDER), str(number)]
+            ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    deadline = None
+    while any(rank.poll() is None for rank in ranks):
+        failed = [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+        if failed and deadline is None:
+            deadline = time.monotonic() + FAILURE_GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for number, rank in enumerate(ranks):
+        if rank.poll() not in (None, 0, 1):
+            print(json.dumps({"rank": number, "error": f"ended with status {rank.poll()}"}), flush=True)
+    for heart in hearts:
+        heart.terminate()
+    if all(heart.wait() == 0 for heart in hearts):
+        told = [(JOB_FOLDER / f"beats{rank}.json").read_text(encoding="utf-8") for rank in range(len(hearts))]
+        print(json.dumps({"beats": [beat for one in told for beat in json.loads(one)]}), flush=True)
+    return int(any(rank.poll() != 0 for rank in ranks))
+
+
+def _start_heartbeats(job: SandboxJob) -> list[subprocess.Popen[bytes]]:
+    """A process for the heartbeats of each rank, where there are any."""
+    hearts: list[subprocess.Popen[bytes]] = []
+    if job.pulses:
+        pulses = json.dumps([asdict(pulse) for pulse in job.pulses])
+        (JOB_FOLDER / "pulses.json").write_text(pulses, encoding="utf-8")
+        for number, namespace in enumerate(job.ranks):
+            with in_namespace(namespace):
+                command = [
+                    sys.executable,
+                    "-m",
+                    "collectives.lab.testbed.heartbeats",
+                    str(JOB_FOLDER),
+                    str(number),
+                ]
+                hearts.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    return hearts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

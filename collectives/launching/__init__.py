@@ -1,1 +1,0 @@
-"""Starting a process for each rank on this host, by ourselves or through MPI's launcher."""

@@ -1,0 +1,273 @@
+"""Read the rank, the rendezvous address and the identity of a job from the environment that its launcher sets.
+
+``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the
+address, or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at
+that port (``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
+
+The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables
+of launchers and batch systems, else, between ranks of one host, the process that launched them. It is not
+authentication.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collectives.peers.address import Address, process_namespace
+from topoplan.errors import UsageError
+
+WHOLE_JOBS = (
+    ("Slurm step", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS"),
+    ("MPI job", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_SIZE"),
+)
+"""Launchers of ranks: their name, the variables of an identity, and the one that tells the number of processes.
+
+The identity counts where that number is the world size: a step or an MPI job may as well have started a shell, or one
+torchrun for each node."""
+
+BATCH_JOBS = (
+    ("Slurm job", ("SLURM_HET_JOB_ID", "SLURM_JOB_ID")),
+    ("PBS job", ("PBS_JOBID",)),
+    ("LSF job", ("LSB_JOBID",)),
+)
+"""Batch systems, and variables of which the first that is set is the identity. Ranks of different batch jobs are of
+different jobs; ranks of one batch job may be of several."""
+
+REAPERS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
+"""Names of processes that take over others whose parent has ended; they have launched none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """A rank, the number of ranks, and the address at which they meet."""
+
+    rank: int
+    size: int
+    rendezvous: str
+
+
+def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankEnvironment:
+    """The place of the process that has this environment.
+
+    Parameters
+    ----------
+    environment : mapping
+        Variables and values.
+    backend : str
+        That asks, for messages.
+
+    Raises
+    ------
+    UsageError
+        Names the variables that are missing, or the one whose value is no number.
+
+    Examples
+    --------
+    >>> read_rank_environment({"RANK": "1", "WORLD_SIZE": "4", "TOPOPLAN_RENDEZVOUS": "unix:/tmp/here"}, "tcp")
+    RankEnvironment(rank=1, size=4, rendezvous='unix:/tmp/here')
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
+    if not environment.get("TOPOPLAN_RENDEZVOUS"):
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        missing += absent if len(absent) < 2 else ["TOPOPLAN_RENDEZVOUS (or MASTER_ADDR and MASTER_PORT)"]
+    if missing:
+        raise UsageError(
+            f"the {backend} back end finds its place in environment variables, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; start the ranks with topoplan bench, torchrun or "
+            "another launcher that sets them"
+        )
+    rank, size = (integer_variable(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    return RankEnvironment(rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or master_address(environment))
+
+
+def master_address(environment: Mapping[str, str]) -> str:
+    """The address that ``MASTER_ADDR`` and ``MASTER_PORT`` give, or the next port where torchrun's store has that."""
+    port = integer_variable(environment, "MASTER_PORT")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        port += 1
+    return str(Address(environment["MASTER_ADDR"], port))
+
+
+def integer_variable(environment: Mapping[str, str], name: str) -> int:
+    """The whole number that a variable holds; UsageError where it holds another text."""
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{name} is {text!r}; set it to a whole number")
+    return int(text)
+
+
+Process = tuple[int, int]
+"""A process id, and when the process began, in clock ticks since the start of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """What tells the job of a process from other jobs.
+
+    Parameters
+    ----------
+    name : str
+        ``TOPOPLAN_JOB``; decides alone. Empty where it is not set.
+    whole : tuple of (str, str)
+        Identities that all ranks of the job share and no rank of another one has, with the name of their source:
+        torchrun's run id, a Slurm step or an MPI job with as many processes as the job.
+    batch : tuple of (str, str)
+        Identities of batch jobs.
+    host : str
+        The same for processes that see each other by their ids.
+    agent : str
+        torchrun's group rank where it has several agents, each of which launches a part of the ranks.
+    launchers : tuple of Process
+        The process, then its ancestors that were started for this rank alone, as a wrapper or a subshell is, then the
+        one that launched the rank; without init and its like.
+    command : str
+        Name of the launching process.
+    orphan : bool
+        Whether the launching process has ended.
+    session : int
+        The session id of the process.
+    """
+
+    name: str = ""
+    whole: tuple[tuple[str, str], ...] = ()
+    batch: tuple[tuple[str, str], ...] = ()
+    host: str = ""
+    agent: str = ""
+    launchers: tuple[Process, ...] = ()
+    command: str = ""
+    orphan: bool = False
+    session: int = 0
+
+    @staticmethod
+    def of_message(fields: Mapping[str, Any]) -> JobIdentity:
+        """Return what a message carries (`dataclasses.asdict`); ValueError, TypeError or KeyError for other fields."""
+        whole, batch = (
+            tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
+        )
+        name, host, agent, command = (str(fields[key]) for key in ("name", "host", "agent", "command"))
+        launchers = tuple((int(pid), int(born)) for pid, born in fields["launchers"])
+        orphan, session = bool(fields["orphan"]), int(fields["session"])
+        return JobIdentity(name, whole, batch, host, agent, launchers, command, orphan, session)
+
+    def differs(self, other: JobIdentity) -> bool:
+        """Return whether two processes are known to belong to different jobs.
+
+        Examples
+        --------
+        >>> mine = JobIdentity(host="h", launchers=((12, 700), (11, 650)))
+        >>> mine.differs(JobIdentity(host="h", launchers=((13, 701), (11, 650))))
+        False
+        >>> mine.differs(JobIdentity(host="h", launchers=((23, 801), (22, 750))))
+        True
+        >>> mine.differs(JobIdentity(host="another", launchers=((23, 801), (22, 750))))
+        False
+        """
+        if self.name or other.name:
+            return self.name != other.name
+        for mine, theirs in ((dict(self.batch), dict(other.batch)), (dict(self.whole), dict(other.whole))):
+            if any(mine[source] != theirs[source] for source in mine.keys() & theirs.keys()):
+                return True
+        if {source for source, _ in self.whole} & {source for source, _ in other.whole}:
+            return False
+        if not self.host or self.host != other.host or self.agent != other.agent:
+            return False
+        if set(self.launchers) & set(other.launchers):
+            return False
+        if self.orphan or other.orphan:
+            return self.session != other.session
+        return True
+
+    def __str__(self) -> str:
+        if self.name:
+            return f"job {self.name!r} (TOPOPLAN_JOB)"
+        known = [f"{source} {value}" for source, value in (*self.whole, *self.batch)]
+        if self.launchers and not self.orphan:
+            known.append(f"launched by process {self.launchers[-1][0]} ({self.command})")
+        elif self.launchers:
+            known.append(f"session {self.session}, whose launcher has ended")
+        return f"the job ({', '.join(known)})" if known else "a job without an identity"
+
+
+def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobIdentity:
+    """Return the identity of the job of this process.
+
+    Parameters
+    ----------
+    size : int
+        Number of processes of the job.
+    environment : mapping
+        Variables and values.
+
+    Examples
+    --------
+    >>> str(job_identity(2, {"TOPOPLAN_JOB": "nightly"}))
+    "job 'nightly' (TOPOPLAN_JOB)"
+    """
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    whole = [("torchrun's run id", run)] if run not in ("", "none") else []
+    for source, names, number in WHOLE_JOBS:
+        values = [environment.get(name, "") for name in names]
+        if all(values) and environment.get(number) == str(size):
+            whole.append((source, ".".join(values)))
+    batch = []
+    for source, names in BATCH_JOBS:
+        found = next((environment[name] for name in names if environment.get(name)), "")
+        if found:
+            batch.append((source, found))
+    agents = environment.get("GROUP_WORLD_SIZE", "1")
+    launchers, command, orphan = _launchers(environment.get("RANK", ""))
+    return JobIdentity(
+        environment.get("TOPOPLAN_JOB", ""),
+        tuple(whole),
+        tuple(batch),
+        process_namespace() if launchers else "",
+        environment.get("GROUP_RANK", "") if agents != "1" else "",
+        launchers,
+        command,
+        orphan,
+        os.getsid(0) if launchers else 0,
+    )
+
+
+def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:
+    """Return `JobIdentity.launchers`, the name of the last, and whether the launching process has ended; on Linux."""
+    found: list[Process] = []
+    pid = os.getpid()
+    while True:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        except OSError:  # no /proc, or it does not show processes of other users
+            return ((*found, (pid, 0)), "of another user", False) if found else ((), "", False)
+        fields, command = rest.split(), name.partition("(")[2]
+        parent, born = int(fields[1]), int(fields[19])
+        if found and command in REAPERS:
+            return tuple(found), "", True
+        found.append((pid, born))
+        if len(found) > 1 and not _started_as(pid, rank) and not _forked_from(pid, parent):
+            return tuple(found), command, False
+        if parent == 0:  # outside this container
+            return tuple(found), "", True
+        pid = parent
+
+
+def _started_as(pid: int, rank: str) -> bool:
+    """Return whether a process was started with this ``RANK`` in its environment."""
+    try:
+        return bool(rank) and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+            b"\0"
+        )
+    except OSError:
+        return False
+
+
+def _forked_from(pid: int, parent: int) -> bool:
+    """Return whether a process runs its parent's program with the same arguments, as a subshell does."""
+    try:
+        own, other = (Path(f"/proc/{one}/cmdline").read_bytes() for one in (pid, parent))
+        return own == other != b"" and os.readlink(f"/proc/{pid}/exe") == os.readlink(f"/proc/{parent}/exe")
+    except OSError:
+        return False

@@ -1,1 +1,0 @@
-"""Choosing the largest entries of a gradient: exactly, as published, and with error feedback."""

@@ -1,0 +1,512 @@
+"""Encode the indices and values of a sparse contribution as one message, and decode it.
+
+A message is a header of 56 bytes (little-endian, with its own CRC-32) with lengths and formats, then the section of
+indices, then that of values, both filled up to 8 bytes with zeros. The header is checked before anything is read by
+it: a truncated message, or one of another format, never becomes other numbers. The receiver's format must be the
+sender's. Filters of indices (packing, key caching) are lossless, so a format is lossless if that of its values is.
+
+Values travel as given, rounded to a narrower float, or in fixed point: all scales (float32), then all codes. The
+scale of a block with a value that is not finite is NaN, and so are all its values when they are read.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import astuple, dataclass
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.sparse.index_packing import (
+    check_indices,
+    pack_indices,
+    packed_bytes_at_most,
+    packed_bytes_expected,
+    unpack_indices,
+)
+from collectives.sparse.key_caching import KeyCache
+from collectives.sparse.quantization import (
+    CODE_DTYPES,
+    WIRE_DTYPES,
+    FixedPoint,
+    FloatFormat,
+    from_fixed_point,
+    narrow,
+    to_fixed_point,
+    widen,
+)
+from topoplan.errors import UsageError
+
+MESSAGE_HEADER = struct.Struct("<2sBBBBBxIIQQQQQ")
+"""Magic, version, formats and index width, CRC-32 (of the header with 0 in its place), block, numbers of `Header`."""
+
+_MAGIC, _VERSION = b"TW", 1
+
+_CHECK_AT = 8
+"""Where the CRC-32 lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message says of itself.
+
+    Attributes
+    ----------
+    value_format, value_dtype, index_format : int
+        Numbers of the formats, as `filters` lists them.
+    index_width : int
+        Bytes of an index in memory: 4 or 8.
+    block : int
+        Values per scale of fixed point; 0 in other formats.
+    count, universe : int
+        Entries, and elements that they are a selection of.
+    index_bytes, value_bytes : int
+        Of the two sections, without their filling.
+    call : int
+        Number of the message between two key caches, from 1 on; 0 without caches.
+    """
+
+    value_format: int
+    value_dtype: int
+    index_format: int
+    index_width: int
+    block: int
+    count: int
+    universe: int
+    index_bytes: int
+    value_bytes: int
+    call: int
+
+
+def frame(header: Header, indices: NDArray[np.uint8], values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """One message of a header and the two sections that it describes."""
+    message = np.empty(framed_bytes(len(indices), len(values)), dtype=np.uint8)
+    value_format, value_dtype, index_format, index_width, block, *numbers = astuple(header)
+    fields = (_MAGIC, _VERSION, value_format, value_dtype, index_format, index_width)
+    unchecked = MESSAGE_HEADER.pack(*fields, 0, block, *numbers)
+    checked = MESSAGE_HEADER.pack(*fields, zlib.crc32(unchecked), block, *numbers)
+    message[: MESSAGE_HEADER.size] = np.frombuffer(checked, dtype=np.uint8)
+    start = MESSAGE_HEADER.size
+    for section in (indices, values):
+        stop = start + len(section)
+        message[start:stop] = section
+        start = MESSAGE_HEADER.size + framed_length(stop - MESSAGE_HEADER.size)
+        message[stop:start] = 0
+    return message
+
+
+def unframe(message: NDArray[np.uint8]) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
+    """Header, indices and values of a message, the sections as views.
+
+    Bytes behind the message are ignored, so the whole of a larger receive buffer will do.
+
+    Raises
+    ------
+    UsageError
+        Truncated, no message, or the header is corrupt.
+    """
+    if len(message) < MESSAGE_HEADER.size:
+        raise corrupt(f"{len(message)} bytes are less than a header")
+    raw = message[: MESSAGE_HEADER.size].tobytes()
+    fields = MESSAGE_HEADER.unpack(raw)
+    magic, version, check = fields[0], fields[1], fields[6]
+    if magic != _MAGIC or version != _VERSION:
+        raise corrupt(f"it begins with {message[:3].tobytes()!r}")
+    if check != zlib.crc32(raw[:_CHECK_AT] + bytes(4) + raw[_CHECK_AT + 4 :]):
+        raise corrupt("the header does not match its checksum")
+    header = Header(*fields[2:6], *fields[7:])
+    first = MESSAGE_HEADER.size + framed_length(header.index_bytes)
+    if first + framed_length(header.value_bytes) > len(message):
+        raise corrupt(
+            f"{header.index_bytes} bytes of indices and {header.value_bytes} of values were sent, "
+            f"{len(message) - MESSAGE_HEADER.size} came"
+        )
+    return (
+        header,
+        message[MESSAGE_HEADER.size : MESSAGE_HEADER.size + header.index_bytes],
+        message[first : first + header.value_bytes],
+    )
+
+
+def framed_length(nbytes: int) -> int:
+    """Bytes of a section with its filling."""
+    return -(-nbytes // 8) * 8
+
+
+def framed_bytes(index_bytes: int, value_bytes: int) -> int:
+    """Bytes of a message with sections of these lengths.
+
+    Examples
+    --------
+    >>> framed_bytes(12, 6)
+    80
+    """
+    return MESSAGE_HEADER.size + framed_length(index_bytes) + framed_length(value_bytes)
+
+
+def corrupt(what: str) -> UsageError:
+    """The error for a message that cannot be what was sent."""
+    return UsageError(f"a sparse message is corrupt: {what}; send it again")
+
+
+def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a vector in little-endian order."""
+    return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+
+
+ValueFormat = Literal["as given", "float32", "float16", "bfloat16", "fixed8", "fixed16"]
+
+VALUE_FORMATS: tuple[ValueFormat, ...] = ("as given", "float32", "float16", "bfloat16", "fixed8", "fixed16")
+"""Their places are their numbers in a header."""
+
+VALUE_DTYPES: tuple[np.dtype[Any], ...] = (
+    *(np.dtype(f"float{bits}") for bits in (16, 32, 64)),
+    *(np.dtype(f"complex{bits}") for bits in (64, 128)),
+    *(np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)),
+    *(np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)),
+)
+"""dtypes that can be given; their places are their numbers in a header."""
+
+FIXED_BITS = {"fixed8": 8, "fixed16": 16}
+"""Bits of a code, by format."""
+
+_KEPT_BY = {"float32": ("float16", "float32"), "float16": ("float16",)}
+
+
+def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
+    """Whether every value of the dtype comes back as it was.
+
+    Infinities do, and NaN as NaN; where a format is wider than the dtype, a signalling NaN comes back quiet.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> keeps("float32", np.dtype(np.float16)), keeps("float16", np.dtype(np.float32))
+    (True, False)
+    """
+    return form == "as given" or dtype.name in _KEPT_BY.get(form, ())
+
+
+def section_bytes(form: ValueFormat, dtype: np.dtype[Any], count: int, block: int) -> int:
+    """Bytes of the section; they depend on the count only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> section_bytes("fixed8", np.dtype(np.float32), 1000, 256)
+    1016
+    """
+    if form in FIXED_BITS:
+        return count * FIXED_BITS[form] // 8 + 4 * -(-count // block)
+    return count * (dtype if form == "as given" else WIRE_DTYPES[form]).itemsize
+
+
+def check_given(form: ValueFormat, dtype: np.dtype[Any]) -> None:
+    """Raise UsageError unless values of this dtype can travel in this format."""
+    if dtype not in VALUE_DTYPES:
+        raise UsageError(
+            f"values of {dtype} cannot be sent; bfloat16 travels as uint16 bits, others as numbers"
+        )
+    if form != "as given" and dtype.kind != "f":
+        raise UsageError(f"values of {dtype} have no {form} form; send them as given")
+
+
+def values_to_section(
+    form: ValueFormat, values: NDArray[Any], *, seed: int, step: int, stream: int, block: int
+) -> NDArray[np.uint8]:
+    """The bytes of these values."""
+    check_given(form, values.dtype)
+    if form == "as given":
+        return as_bytes(values)
+    if form in FIXED_BITS:
+        finite = np.isfinite(values)
+        fixed = to_fixed_point(
+            np.where(finite, values, values.dtype.type(0)),
+            bits=FIXED_BITS[form],
+            seed=seed,
+            step=step,
+            stream=stream,
+            block=block,
+        )
+        fixed.scales[np.flatnonzero(~finite) // block] = np.nan
+        return np.concatenate([as_bytes(fixed.scales), as_bytes(fixed.codes)])
+    return as_bytes(narrow(values, cast(FloatFormat, form)))
+
+
+def values_from_section(
+    form: ValueFormat, section: NDArray[np.uint8], dtype: np.dtype[Any], count: int, block: int
+) -> NDArray[Any]:
+    """The values of a section, in the dtype that was given.
+
+    Raises
+    ------
+    UsageError
+        The section does not have the length that the count asks for.
+    """
+    if len(section) != section_bytes(form, dtype, count, block):
+        raise corrupt(f"{count} values of {dtype} as {form} do not take {len(section)} bytes")
+    if form == "as given":
+        return _from_bytes(section, dtype)
+    if form in FIXED_BITS:
+        scales = _from_bytes(section[: 4 * -(-count // block)], np.dtype(np.float32))
+        codes = _from_bytes(section[scales.nbytes :], CODE_DTYPES[FIXED_BITS[form]])
+        with np.errstate(over="ignore", under="ignore"):
+            return from_fixed_point(FixedPoint(codes, scales, block)).astype(dtype, copy=False)
+    return widen(_from_bytes(section, WIRE_DTYPES[form]), cast(FloatFormat, form), dtype)
+
+
+def _from_bytes(section: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A vector of its own, aligned and in the machine's byte order."""
+    return np.frombuffer(section.tobytes(), dtype=dtype.newbyteorder("<")).astype(dtype, copy=True)
+
+
+IndexFormat = Literal["plain", "packed"]
+
+_INDEX_FORMATS = ("plain", "packed", "repeated")
+"""Their places are their numbers in a header; a repeated set is the digest of one sent before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """How sparse contributions travel; the same at both ends.
+
+    Attributes
+    ----------
+    values : {"as given", "float32", "float16", "bfloat16", "fixed8", "fixed16"}
+        "fixed8" and "fixed16" round at random without bias, the others to nearest; in a block with a value that is
+        not finite all values arrive as NaN.
+    indices : {"plain", "packed"}
+        int32 or int64 as given, or about log2(1/density) + 1.5 bits each.
+    cache_keys : bool
+        Send 16 bytes for a set that went to this peer before.
+    seed : int
+        Of the random rounding.
+    block : int
+        Values per scale of fixed point.
+
+    Raises
+    ------
+    UsageError
+        An unknown format, or a number out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> wire = WireFormat(values="bfloat16")
+    >>> message = wire.encode(np.array([7, 40, 41]), np.float32([1.5, -2, 0.25]), 1000)
+    >>> len(message), wire.encoded_bytes_at_most(3, 1000, np.float32)
+    (104, 104)
+    >>> wire.decode(message)
+    (array([ 7, 40, 41]), array([ 1.5 , -2.  ,  0.25], dtype=float32))
+    """
+
+    values: ValueFormat = "as given"
+    indices: IndexFormat = "packed"
+    cache_keys: bool = False
+    seed: int = 0
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        for field, known in (("values", VALUE_FORMATS), ("indices", get_args(IndexFormat))):
+            if getattr(self, field) not in known:
+                raise UsageError(
+                    f"{field} {getattr(self, field)!r} on the wire; choose one of {', '.join(known)}"
+                )
+        if not 0 <= self.seed < 1 << 64 or not 0 < self.block < 1 << 32:
+            raise UsageError(
+                f"seed {self.seed} and block {self.block}; choose 0 to 2^64 - 1 and 1 to 2^32 - 1"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether values of every dtype come back bit for bit; indices always do."""
+        return self.values == "as given"
+
+    def lossless_for(self, dtype: Any) -> bool:
+        """Whether values of this dtype come back unchanged: float16 does in "float16" and "float32" too."""
+        return keeps(self.values, np.dtype(dtype))
+
+    def encoded_bytes_at_most(self, count: int, universe: int, dtype: Any, *, index_dtype: Any = None) -> int:
+        """The most bytes of a message with `count` entries; without packed indices or cached keys the exact number.
+
+        Parameters
+        ----------
+        count, universe : int
+        dtype : dtype
+            Of the values as given.
+        index_dtype : dtype, optional
+            Of the indices as given; without it int32 up to 2^31 elements, int64 beyond.
+        """
+        check_given(self.values, np.dtype(dtype))
+        width = np.dtype(index_dtype).itemsize if index_dtype else 4 if universe <= 1 << 31 else 8
+        packed = self.indices == "packed"
+        index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
+        return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
+
+    def encoded_bytes_expected(self, count: int, universe: int, dtype: Any) -> float:
+        """The mean length over random selections, for a cost model; a repeated set is shorter."""
+        most = self.encoded_bytes_at_most(count, universe, dtype)
+        if self.indices == "plain":
+            return most
+        return most - packed_bytes_at_most(count, universe) + packed_bytes_expected(count, universe)
+
+    def encode(
+        self,
+        indices: NDArray[Any],
+        values: NDArray[Any],
+        universe: int,
+        *,
+        step: int = 0,
+        stream: int = 0,
+        keys: KeyCache | None = None,
+    ) -> NDArray[np.uint8]:
+        """One message of one contribution.
+
+        Parameters
+        ----------
+        indices : ndarray of int32 or int64, shape (k,)
+            Strictly ascending, in [0, universe).
+        values : ndarray, shape (k,)
+            float16, float32 or float64; "as given" also takes complex and whole numbers, and bfloat16 as uint16.
+        universe : int
+            Elements of the dense array.
+        step, stream : int
+            What random rounding depends on beside the seed: number of the step, rank of the sender.
+        keys : KeyCache, optional
+            The sender's cache for this receiver, given if and only if `cache_keys`.
+
+        Raises
+        ------
+        UsageError
+            Indices out of order or range, values that the format cannot carry, a cache missing or superfluous.
+            The cache is then as before.
+        """
+        self._check_keys(keys)
+        indices, values = np.asarray(indices), np.asarray(values)
+        if values.shape != indices.shape:
+            raise UsageError(
+                f"indices of shape {indices.shape} and values of shape {values.shape}; give one value per index"
+            )
+        digest = None if keys is None else keys.digest_of(indices, universe)
+        call = 0 if keys is None else keys.calls + 1
+        if digest is not None:
+            index_format, index_section = 2, np.frombuffer(digest, dtype=np.uint8)
+        elif self.indices == "packed":
+            index_format, index_section = 1, pack_indices(indices, universe)
+        else:
+            check_indices(indices, universe)
+            index_format, index_section = 0, as_bytes(indices)
+        value_section = values_to_section(
+            self.values, values, seed=self.seed, step=step, stream=stream, block=self.block
+        )
+        header = Header(
+            VALUE_FORMATS.index(self.values),
+            VALUE_DTYPES.index(values.dtype),
+            index_format,
+            indices.dtype.itemsize,
+            self.block if self.values in FIXED_BITS else 0,
+            len(indices),
+            universe,
+            len(index_section),
+            len(value_section),
+            call,
+        )
+        message = frame(header, index_section, value_section)
+        if keys is not None:
+            if digest is not None:
+                keys.recall(digest)
+            else:
+                keys.remember(index_section.data, indices, universe)
+        return message
+
+    def decode(
+        self, message: NDArray[np.uint8], *, universe: int | None = None, keys: KeyCache | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Indices and values of a message, in the dtypes in which they were given.
+
+        Parameters
+        ----------
+        message : ndarray of uint8
+            What `encode` of the same format made; bytes behind it are ignored.
+        universe : int, optional
+            What the receiver expects; another is refused.
+        keys : KeyCache, optional
+            The receiver's cache for this sender, given if and only if `cache_keys`.
+
+        Returns
+        -------
+        indices : ndarray of int32 or int64, shape (k,)
+            Read-only where keys are cached: the cache holds them too.
+        values : ndarray, shape (k,)
+
+        Raises
+        ------
+        UsageError
+            The message is truncated, corrupt, of another format or universe, or out of turn. The cache is then as
+            before.
+        """
+        self._check_keys(keys)
+        message = np.ascontiguousarray(message, dtype=np.uint8).reshape(-1)
+        header, index_section, value_section = unframe(message)
+        self._check_header(header, universe)
+        if keys is not None:
+            keys.check_turn(header.call - 1)
+        values = values_from_section(
+            self.values, value_section, VALUE_DTYPES[header.value_dtype], header.count, self.block
+        )
+        indices = self._indices(header, index_section, keys)
+        if len(indices) != header.count or indices.dtype.itemsize != header.index_width:
+            raise corrupt(f"{len(indices)} indices of {indices.dtype} came, {header.count} were sent")
+        if keys is not None:
+            if header.index_format == 2:
+                keys.recall(index_section.tobytes())
+            else:
+                indices.flags.writeable = False
+                keys.remember(index_section.data, indices, header.universe)
+        return indices, values
+
+    def _indices(self, header: Header, section: NDArray[np.uint8], keys: KeyCache | None) -> NDArray[Any]:
+        """The set that a section packs, names or spells out, for the header's universe."""
+        if header.index_format == 1:
+            return unpack_indices(section, expected_universe=header.universe)
+        if keys is not None and header.index_format == 2:
+            known = keys.peek(section.tobytes())
+            if known.universe != header.universe:
+                raise corrupt(f"its set is of {known.universe} elements, its values are of {header.universe}")
+            return known.indices
+        if header.index_width not in (4, 8) or len(section) != header.count * header.index_width:
+            raise corrupt(f"{header.count} indices do not take {len(section)} bytes")
+        received = np.frombuffer(section.tobytes(), dtype=f"<i{header.index_width}")
+        indices = received.astype(np.int32 if header.index_width == 4 else np.int64)
+        check_indices(indices, header.universe)
+        return indices
+
+    def _check_keys(self, keys: KeyCache | None) -> None:
+        if self.cache_keys != (keys is not None):
+            raise UsageError(
+                "this wire format caches keys; give the cache of this peer"
+                if self.cache_keys
+                else "this wire format caches no keys; give no cache, or set cache_keys"
+            )
+
+    def _check_header(self, header: Header, universe: int | None) -> None:
+        """A header whose checksum holds may still be that of another format."""
+        expected = [_INDEX_FORMATS.index(self.indices)] + [2] * self.cache_keys
+        if (
+            header.value_format != VALUE_FORMATS.index(self.values)
+            or header.index_format not in expected
+            or (header.call > 0) != self.cache_keys
+            or header.value_dtype >= len(VALUE_DTYPES)
+            or header.block != (self.block if self.values in FIXED_BITS else 0)
+        ):
+            raise UsageError(
+                f"a message of value format {header.value_format}, index format {header.index_format} block "
+                f"{header.block} and cache number {header.call} came to {self}; give both ends the same wire format"
+            )
+        if universe is not None and header.universe != universe:
+            raise UsageError(
+                f"a message for {header.universe} elements came where {universe} are expected; "
+                "all ranks must reduce arrays of one shape"
+            )

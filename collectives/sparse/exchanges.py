@@ -1,0 +1,437 @@
+"""Add up sparse contributions by one of four exchanges: dense, pairs, trees, or servers.
+
+- *dense*: gradient and residual are added up as a whole, after which no residual is kept.
+- *pairs*: the entries of all ranks are gathered everywhere, by the allgather plan of the allocation.
+- *trees* (`topoplan.schedules.sparse_plan`): every rank chooses the largest entries of each shard. Up a tree, a rank
+  adds arriving entries to its own and sends on as many as it had, the largest; the root's go down. Entries left out
+  are added to the rank's residual at the end, so nothing is lost.
+- *servers* (HiTopKComm; `topoplan.schedules.sparse_plan`): gradients are summed inside each server. The owner of a
+  part adds the sum to its residual, chooses the largest entries, and sends them to the part's owners in all other
+  servers. Each adds the entries in the order of the servers, so owners have the same bits, and hands them out in its
+  server. Neighbouring shards with the same owners are one part: their trees differ, their entries are chosen together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic
+
+from collectives.sparse.entry_arrays import (
+    EncodedEntries,
+    Entries,
+    EntryArrays,
+    EntryMessages,
+    Line,
+    ResidualFeedback,
+    place_bytes,
+)
+from collectives.sparse.residuals import HandedOver, Residuals, select_entries
+from collectives.sparse.sparse_plans import RoundRunner
+from collectives.tables.array_library import ArrayLibrary
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard
+
+GatherEntries = Callable[[list[Any]], list[Any]]
+"""From messages of one length, one for each rank of this process, to all messages one after another, for each rank."""
+
+
+class DenseExchange(Generic[Line]):
+    """The allreduce of the whole gradient and the residual, after which nothing is kept.
+
+    Parameters
+    ----------
+    add_up : callable
+        From lines, one for each rank of this process, to the sums; lines stay as they are.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[Line]], list[Line]],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+    ) -> None:
+        self._add_up = add_up
+        self._library = library
+        self._arrays = arrays
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
+        """Add up everything; parameters and result as `ServerExchange.run`."""
+        given: dict[int, Line] = {}
+        try:
+            for rank, line in gradients.items():
+                given[rank] = line if residuals[rank].empty else self._with_residual(residuals[rank], line)
+            return self._add_up(list(given.values()))
+        except BaseException:
+            for rank, line in given.items():
+                residuals[rank].changed()
+                residuals[rank].whole.residual[...] = self._arrays.values(line)
+            raise
+
+    def _with_residual(self, residuals: Residuals, line: Line) -> Line:
+        """A line with the gradient and all that was kept."""
+        whole = residuals.whole
+        residuals.changed()
+        select_entries(whole, self._arrays.values(line), 0, self._arrays)
+        everything = self._library.empty(self._library.shape(line), line)
+        self._arrays.store(everything, whole.residual)
+        whole.residual[...] = 0
+        if whole.velocity is not None:
+            whole.velocity[...] = 0
+        residuals.emptied()
+        return everything
+
+
+class PairExchange(Generic[Line]):
+    """One sparse allreduce over pairs of index and value.
+
+    Parameters
+    ----------
+    gather : callable
+    ranks : int
+        Of all processes together.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    messages : EntryMessages
+        Of one shard, the whole gradient.
+    """
+
+    def __init__(
+        self,
+        gather: GatherEntries,
+        ranks: int,
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+        messages: EntryMessages[Line],
+    ) -> None:
+        self._gather = gather
+        self._ranks = ranks
+        self._library = library
+        self._arrays = arrays
+        self._messages = messages
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
+        """Add up chosen entries of all ranks, in their order; parameters and result as `ServerExchange.run`."""
+        arrays, messages = self._arrays, self._messages
+        chosen: dict[int, Entries] = {}
+        sent: dict[int, EncodedEntries] = {}
+        try:
+            for rank, line in gradients.items():
+                residuals[rank].changed()
+                whole = residuals[rank].whole
+                chosen[rank] = select_entries(whole, arrays.values(line), messages.entries[0], arrays)
+                sent[rank] = messages.encoded(chosen[rank], 0, rank=rank, step=whole.step)
+            gathered = self._gather([self._placed(one.message) for one in sent.values()])
+        except BaseException:
+            for rank, entries in chosen.items():
+                arrays.add(residuals[rank].whole.residual, entries)
+            raise
+        for rank, one in sent.items():
+            if one.lost is not None:
+                arrays.add(residuals[rank].whole.residual, one.lost)
+        return [self._sum(line, all_of) for line, all_of in zip(gradients.values(), gathered, strict=True)]
+
+    def _placed(self, message: Any) -> Any:
+        """A message with what is left of its place."""
+        length = self._messages.lengths[0]
+        if place_bytes(length) == length:
+            return message
+        line = self._library.empty((place_bytes(length),), self._arrays.line(message))
+        self._arrays.store(self._library.part(line, 0, length), message)
+        return self._arrays.values(line)
+
+    def _sum(self, like: Line, gathered: Any) -> Line:
+        messages = self._messages
+        result = self._library.empty((messages.size,), like)
+        total = self._arrays.zeroed(result)
+        length = messages.lengths[0]
+        for rank in range(self._ranks):
+            start = rank * place_bytes(length)
+            message = gathered[start : start + length]
+            self._arrays.add(total, messages.decoded(message, 0))
+        self._arrays.store(result, total)
+        return result
+
+
+REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)
+"""The rounds of such a plan."""
+
+
+class ServerExchange(Generic[Line]):
+    """One sparse allreduce over servers.
+
+    Parameters
+    ----------
+    runner : RoundRunner
+        Of a plan of three phases.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    borders : sequence of int
+        Where the plan's shards begin and end.
+    messages : EntryMessages
+        Of the parts (`part_borders`).
+    about : str
+        What the elements mean.
+    """
+
+    def __init__(
+        self,
+        runner: RoundRunner[Line],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+        borders: Sequence[int],
+        messages: EntryMessages[Line],
+        about: str,
+    ) -> None:
+        self._runner = runner
+        self._library = library
+        self._arrays = arrays
+        self._borders = borders[1:]
+        self._messages = messages
+        self._about = about
+        shards = runner.plan.shards
+        self._first = _first_shards(runner.plan)
+        self._owners = [owners_of(shards[first]) for first in self._first]
+        self._sums = [
+            {stage.root for stage in shards[first].stages if stage.op == "reduce" and stage.edges}
+            for first in self._first
+        ]
+        lengths = dict(zip(self._first, messages.lengths, strict=True))
+        self._lengths = [lengths.get(shard, 0) for shard in range(len(shards))]
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
+        """Add up chosen entries of all servers.
+
+        Parameters
+        ----------
+        residuals, gradients : mapping of rank
+            Of this process's ranks; gradients are lines of the library, in the dtype of the residuals.
+
+        Returns
+        -------
+        list of arrays
+            A line for each of these ranks.
+        """
+        library, messages = self._library, self._messages
+        totals = {rank: library.empty((messages.size,), line) for rank, line in gradients.items()}
+        lines = list(totals.values())
+        handed: dict[int, HandedOver] = {}
+        try:
+            given = {
+                rank: self._given(residuals[rank], rank, line, handed) for rank, line in gradients.items()
+            }
+            about = f"{self._about}, in servers"
+            self._runner.elements(
+                REDUCE_PHASE, self._borders, op="sum", given=list(given.values()), results=lines, about=about
+            )
+        except BaseException:
+            for rank, entries in handed.items():
+                residuals[rank].take_back(entries, self._arrays)
+            raise
+        chosen: dict[tuple[int, int], Entries] = {}
+        try:
+            self._choose(residuals, given, totals, chosen)
+            sent = self._exchange(residuals, chosen, totals)
+            about = f"{self._about}, out in servers"
+            self._runner.elements(
+                BROADCAST_PHASE, self._borders, op=None, given=lines, results=lines, about=about
+            )
+        except BaseException:
+            for (rank, part), taken in chosen.items():
+                self._arrays.add(self._feedback(residuals[rank], part).residual, taken)
+            raise
+        for (rank, part), one in sent.items():
+            if one.lost is not None:
+                self._arrays.add(self._feedback(residuals[rank], part).residual, one.lost)
+        return lines
+
+    def _given(self, residuals: Residuals, rank: int, line: Line, handed: dict[int, HandedOver]) -> Line:
+        """The gradient, and what the rank no longer keeps itself, which is noted."""
+        handed[rank] = residuals.hand_over(self._owned(rank), self._arrays)
+        if not handed[rank]:
+            return line
+        copied = self._library.empty(self._library.shape(line), line)
+        self._library.copy(copied, line)
+        values = self._arrays.values(copied)
+        for (start, stop), entries in handed[rank]:
+            self._arrays.add(values[start:stop], entries)
+        self._arrays.store(copied, values)
+        return copied
+
+    def _owned(self, rank: int) -> list[tuple[int, int]]:
+        """The elements of which a rank keeps the residual."""
+        ranges = [self._range(part) for part, owners in enumerate(self._owners) if rank in owners]
+        return [(start, stop) for start, stop in ranges if start < stop]
+
+    def _range(self, part: int) -> tuple[int, int]:
+        return self._messages.borders[part], self._messages.borders[part + 1]
+
+    def _feedback(self, residuals: Residuals, part: int) -> ResidualFeedback:
+        return residuals.part(*self._range(part))
+
+    def _choose(
+        self,
+        residuals: Mapping[int, Residuals],
+        given: Mapping[int, Line],
+        totals: Mapping[int, Line],
+        chosen: dict[tuple[int, int], Entries],
+    ) -> None:
+        """Take the largest entries of the sums of this process's servers and what is kept of earlier ones."""
+        for part, owners in enumerate(self._owners):
+            for rank in owners:
+                if rank in residuals:
+                    line = totals[rank] if rank in self._sums[part] else given[rank]
+                    summed = self._arrays.values(self._library.part(line, *self._range(part)))
+                    feedback = self._feedback(residuals[rank], part)
+                    chosen[rank, part] = select_entries(
+                        feedback, summed, self._messages.entries[part], self._arrays
+                    )
+
+    def _exchange(
+        self,
+        residuals: Mapping[int, Residuals],
+        chosen: Mapping[tuple[int, int], Entries],
+        totals: Mapping[int, Line],
+    ) -> dict[tuple[int, int], EncodedEntries]:
+        """Put the sums of all servers' entries into the owners' totals; what these ranks have sent for that."""
+        arrays, messages = self._arrays, self._messages
+        sent = {
+            (rank, part): messages.encoded(entries, part, rank=rank, step=residuals[rank].whole.step)
+            for (rank, part), entries in chosen.items()
+        }
+        about = f"{self._about}, between servers"
+        outgoing = {(rank, self._first[part]): one.message for (rank, part), one in sent.items()}
+        arrived = self._runner.exchange(EXCHANGE_PHASE, self._lengths, outgoing, arrays, about=about)
+        by_sender = {
+            (rank, shard, sender): message
+            for rank, found in arrived.items()
+            for shard, sender, message in found
+        }
+        for (rank, part), own in sent.items():
+            line = self._library.part(totals[rank], *self._range(part))
+            total = arrays.zeroed(line)
+            for sender in self._owners[part]:
+                if sender == rank:
+                    arrays.add(total, own.told)
+                else:
+                    message = by_sender[rank, self._first[part], sender]
+                    arrays.add(total, messages.decoded(message, part))
+            arrays.store(line, total)
+        return sent
+
+
+def owners_of(shard: Shard) -> tuple[int, ...]:
+    """The owners of a shard, one in each server."""
+    return tuple(stage.root for stage in shard.stages if stage.op == "gather")
+
+
+def part_borders(plan: Plan, borders: Sequence[int]) -> tuple[int, ...]:
+    """Where the parts begin and end, given where shards do."""
+    return (*(borders[first] for first in _first_shards(plan)), borders[-1])
+
+
+def _first_shards(plan: Plan) -> list[int]:
+    """The first shard of every part: its messages take the way of all."""
+    ways = [[stage for stage in shard.stages if stage.op == "gather"] for shard in plan.shards]
+    return [number for number, way in enumerate(ways) if number == 0 or way != ways[number - 1]]
+
+
+Remainder = tuple[int, int, Entries]
+"""Rank, shard, and entries that the rank leaves out."""
+
+
+class TreeExchange(Generic[Line]):
+    """One sparse allreduce over trees.
+
+    Parameters
+    ----------
+    runner : RoundRunner
+        Of a plan all of whose stages move entries.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    messages : EntryMessages
+        Of the plan's shards.
+    about : str
+        What the elements mean.
+    """
+
+    def __init__(
+        self,
+        runner: RoundRunner[Line],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+        messages: EntryMessages[Line],
+        about: str,
+    ) -> None:
+        self._runner = runner
+        self._library = library
+        self._arrays = arrays
+        self._messages = messages
+        self._about = about
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
+        """Add up chosen entries of all ranks; parameters and result as `ServerExchange.run`."""
+        arrays, messages = self._arrays, self._messages
+        fed: dict[tuple[int, int], Entries] = {}
+        left: list[Remainder] = []
+        try:
+            for rank, line in gradients.items():
+                residuals[rank].changed()
+                values = arrays.values(line)
+                for shard, entries in enumerate(messages.entries):
+                    start, stop = messages.borders[shard : shard + 2]
+                    fed[rank, shard] = select_entries(
+                        residuals[rank].part(start, stop), values[start:stop], entries, arrays
+                    )
+            held = dict(fed)
+            for number in range(len(self._runner.rounds)):
+                self._round(number, residuals, held, left)
+        except BaseException:
+            self._keep(((rank, shard, entries) for (rank, shard), entries in fed.items()), residuals)
+            raise
+        self._keep(left, residuals)
+        lines = []
+        for rank, line in gradients.items():
+            result = self._library.empty((messages.size,), line)
+            total = arrays.zeroed(result)
+            for shard, start in enumerate(messages.borders[:-1]):
+                arrays.add(total[start : messages.borders[shard + 1]], held[rank, shard])
+            arrays.store(result, total)
+            lines.append(result)
+        return lines
+
+    def _round(
+        self,
+        number: int,
+        residuals: Mapping[int, Residuals],
+        held: dict[tuple[int, int], Entries],
+        left: list[Remainder],
+    ) -> None:
+        """Send what ranks hold one level up or all the way down; note what they leave out."""
+        messages, one = self._messages, self._runner.rounds[number]
+        sent = {}
+        senders = zip(one.shards, one.senders, strict=True)
+        for shard, rank in ((shard, rank) for together, rank in senders for shard in together):
+            if rank in residuals:
+                step = residuals[rank].whole.step
+                encoded = messages.encoded(held[rank, shard], shard, rank=rank, step=step)
+                sent[rank, shard], held[rank, shard] = encoded.message, encoded.told
+                if encoded.lost is not None:
+                    left.append((rank, shard, encoded.lost))
+        about = f"{self._about}, {one.kind} {number}"
+        arrived = self._runner.exchange(number, messages.lengths, sent, self._arrays, about=about)
+        for rank, found in arrived.items():
+            for shard in sorted({shard for shard, _, _ in found}):
+                others = [messages.decoded(message, shard) for at, _, message in found if at == shard]
+                if one.kind == "spread":
+                    held[rank, shard] = others[0]
+                    continue
+                together = [held[rank, shard], *others]
+                held[rank, shard], rest = self._arrays.merge(together, messages.entries[shard])
+                left.append((rank, shard, rest))
+
+    def _keep(self, left: Iterable[Remainder], residuals: Mapping[int, Residuals]) -> None:
+        for rank, shard, entries in left:
+            start, stop = self._messages.borders[shard : shard + 2]
+            self._arrays.add(residuals[rank].part(start, stop).residual, entries)

@@ -1,0 +1,310 @@
+"""Keep error feedback on a GPU: the results of `ErrorFeedback`, with CuPy arrays and the same bits.
+
+The gradient, and with momentum the velocity, is added in the pass that the selection needs anyway: float32 gradients
+move 12 bytes for each element if the sampled threshold certifies itself, else 16; 20 and 24 with momentum; gradients
+of 16 bits 2 fewer. A gradient with a NaN is found in the same pass, which leaves the residual's own value there.
+
+Single entries are added or zeroed by one thread each, without atomics; calls on one stream follow each other, so sums
+have the bits that numpy's have in the same order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from collectives.sparse.selection.error_feedback import ErrorFeedback, NotFinite
+from collectives.sparse.selection.gpu_topk import FeedbackAddend, NotANumber, SelectionPasses
+from collectives.sparse.selection.topk import check_arguments
+from collectives.tables.cupy_arrays import load_cupy, on_device
+from collectives.tables.kernels.kernel_launch import THREADS, TILE_BYTES, selection_kernels
+from collectives.tables.kernels.source import GRADIENT_DTYPES, INDICES, entries_form
+from topoplan.errors import UsageError
+
+
+def add_entries_gpu(total: Any, indices: Any, values: Any) -> None:
+    """``total[indices] += values``, on the current stream, which has come to its end when the call returns.
+
+    Parameters
+    ----------
+    total : CuPy array
+        d elements of float32 or float64, contiguous; indices count in C order.
+    indices : (n,) CuPy array of int32 or int64
+        Each at most once: of equal ones only some are added.
+    values : (n,) CuPy array of total's dtype
+
+    Raises
+    ------
+    UsageError
+        The arrays do not fit together; nothing has changed. Or an index is not in 0 to d - 1: then the others have
+        been added, and nothing else is touched.
+    """
+    cupy: Any = load_cupy("gpu selection")
+    _check_entries(cupy, total, indices, values)
+    with on_device(cupy, total.device.id):
+        index, number = cupy.ascontiguousarray(indices), cupy.ascontiguousarray(values)
+        if not index.size:
+            return
+        outside = cupy.zeros(1, dtype=np.uint64)
+        _launch_entries(
+            cupy, "add", total, index, (np.int64(total.size), index, number, np.int64(index.size), outside)
+        )
+        lost = int(outside.get()[0])
+    if lost:
+        raise UsageError(
+            f"{lost} of {indices.size} indices are not in 0 to {total.size - 1}, where the array's elements are; "
+            "pass the indices of a selection from an array of this size"
+        )
+
+
+def zero_entries_gpu(line: Any, indices: Any) -> None:
+    """``line[indices] = 0``, on the current stream.
+
+    Parameters
+    ----------
+    line : (d,) CuPy array of float32 or float64
+        Contiguous, on the GPU that is current.
+    indices : (n,) CuPy array of int32 or int64
+        Contiguous, and in 0 to d - 1 as those of a selection are: this is not looked at.
+    """
+    if indices.size:
+        cupy = load_cupy("gpu selection")
+        _launch_entries(cupy, "zero", line, indices, (indices, np.int64(indices.size)))
+
+
+def _launch_entries(cupy: Any, what: str, array: Any, indices: Any, arguments: tuple[Any, ...]) -> None:
+    kernels = selection_kernels(cupy, int(array.device.id))
+    kernels.launch(
+        entries_form(what, indices.dtype.name),
+        array.dtype.name,
+        kernels.blocks(indices.size, TILE_BYTES // THREADS),  # a thread for each entry
+        (array, *arguments),
+    )
+
+
+def _check_entries(cupy: Any, total: Any, indices: Any, values: Any) -> None:
+    for what, array in (("the total", total), ("indices", indices), ("values", values)):
+        if not isinstance(array, cupy.ndarray):
+            raise UsageError(
+                f"{what} come as a {type(array).__name__} instead of a CuPy array; put them on the GPU with "
+                "cupy.asarray"
+            )
+    if (
+        total.dtype.name not in GRADIENT_DTYPES
+        or values.dtype != total.dtype
+        or indices.dtype.name not in INDICES
+    ):
+        raise UsageError(
+            f"values of {values.dtype} at indices of {indices.dtype} cannot be added to {total.dtype}; pass "
+            f"{' or '.join(GRADIENT_DTYPES)}, the same for both, at indices of {' or '.join(INDICES)}"
+        )
+    if indices.ndim != 1 or values.shape != indices.shape:
+        raise UsageError(
+            f"indices of shape {indices.shape} and values of shape {values.shape} are no entries; "
+            "pass a line of each, of one length"
+        )
+    if not total.flags.c_contiguous:
+        raise UsageError(
+            f"the total has strides {total.strides}, so it cannot be changed in place; pass a contiguous array"
+        )
+    places = {total.device.id, indices.device.id, values.device.id}
+    if len(places) > 1:
+        raise UsageError(f"total, indices and values are on GPUs {sorted(places)}; put all on one")
+
+
+NO_PLACE = np.uint64(2**64 - 1)
+
+
+class GpuErrorFeedback:
+    """A residual on a GPU, and the selection from it.
+
+    Everything runs on the current stream of that GPU. `feed` and `give_back` wait for it.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the gradient.
+    dtype : str
+        float32 or float64: gradients of fewer bits are kept in float32.
+    momentum : float
+        Of the velocity; 0 for none.
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+
+    Attributes
+    ----------
+    residual : (size,) CuPy array
+        What has been given and not been sent.
+    velocity : (size,) CuPy array or None
+    step : int
+        Gradients so far.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range, or there is no GPU.
+    """
+
+    def __init__(
+        self, size: int, dtype: str = "float32", *, momentum: float = 0.0, device: int | None = None
+    ) -> None:
+        ErrorFeedback(min(size, 0), dtype, momentum=momentum)  # refuses what it would refuse
+        cupy: Any = load_cupy("gpu selection")
+        self._cupy = cupy
+        self.momentum = momentum
+        self.step = 0
+        with on_device(cupy, cupy.cuda.runtime.getDevice() if device is None else device):
+            self.residual: Any = cupy.zeros(size, dtype=dtype)
+            self.velocity: Any = cupy.zeros(size, dtype=dtype) if momentum else None
+            self._momentum: Any = cupy.asarray(np.array([momentum], dtype))
+            cupy.cuda.get_current_stream().synchronize()  # gradients may come on another stream
+
+    def feed(self, gradient: Any, k: int) -> tuple[Any, Any]:
+        """Take in a gradient, and give out the k largest entries of what is there now.
+
+        Parameters
+        ----------
+        gradient : CuPy array of ``size`` elements, any shape
+            Of float16, of bfloat16 as its bits in uint16, of float32, or of float64 where the residual is. What is not
+            contiguous is copied.
+        k : int
+
+        Returns
+        -------
+        indices, values : (k,) CuPy arrays
+            As `topk_gpu` of the residual.
+
+        Raises
+        ------
+        UsageError
+            The gradient has another size or dtype, or is on another GPU; or ``k`` is out of range.
+        NotFinite
+            The gradient has a NaN, or an infinity where the opposite one is kept: then residual and velocity are what
+            they were before, but for the rounding of adding and taking away again, and zero where the gradient is
+            infinite. It is a `UsageError` too.
+        """
+        dtype = self._checked(gradient, k)
+        cupy = self._cupy
+        with on_device(cupy, self.residual.device.id):
+            line = cupy.ascontiguousarray(gradient).reshape(-1)
+            added = FeedbackAddend(line, dtype, self.velocity, self._momentum)
+            kind = self.residual.dtype.name
+            passes = SelectionPasses(cupy, self.residual, kind, k, refuses=True, clears=True)
+            try:
+                passes.select(added)
+            except NotANumber:
+                raise NotFinite(self._take_back(added)) from None
+            if self.velocity is not None:
+                zero_entries_gpu(self.velocity, passes.indices)
+                cupy.cuda.get_current_stream().synchronize()
+        self.step += 1
+        return passes.indices, passes.values
+
+    def give_back(self, indices: Any, values: Any) -> None:
+        """Add entries to the residual that were taken out and not sent after all, or what rounding took from them.
+
+        Parameters
+        ----------
+        indices, values : (n,) CuPy arrays
+            As `feed` gives them, no index twice.
+
+        Raises
+        ------
+        UsageError
+            As `add_entries_gpu`.
+        """
+        add_entries_gpu(self.residual, indices, values)
+
+    def part(self, start: int, stop: int) -> GpuErrorFeedback:
+        """The feedback of some neighbouring elements, which works on this one's memory and counts its own steps."""
+        device = int(self.residual.device.id)
+        part = GpuErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum, device=device)
+        part.residual = self.residual[start:stop]
+        part.velocity = None if self.velocity is None else self.velocity[start:stop]
+        return part
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as numpy copies: `ErrorFeedback` can go on from it, and the other way round."""
+        with on_device(self._cupy, self.residual.device.id):
+            return {
+                "residual": self.residual.get(),
+                "velocity": None if self.velocity is None else self.velocity.get(),
+                "momentum": self.momentum,
+                "step": self.step,
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, with numpy arrays or with CuPy arrays on the same GPU.
+
+        Raises
+        ------
+        UsageError
+            It is of another size, dtype or momentum; nothing has changed.
+        """
+        residual, velocity = state["residual"], state["velocity"]
+        if (residual.shape, residual.dtype) != (self.residual.shape, self.residual.dtype):
+            raise UsageError(
+                f"a residual of {residual.size} {residual.dtype} elements does not fit one of {self.residual.size} "
+                f"{self.residual.dtype}; restore it where it was saved"
+            )
+        if state["momentum"] != self.momentum:
+            raise UsageError(
+                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+            )
+        with on_device(self._cupy, self.residual.device.id):
+            self._fill(self.residual, residual)
+            if self.velocity is not None:
+                self._fill(self.velocity, velocity)
+        self.step = int(state["step"])
+
+    def _fill(self, target: Any, values: Any) -> None:
+        if isinstance(values, self._cupy.ndarray):
+            target[...] = values
+        else:
+            line = np.ascontiguousarray(values)
+            target.set(line)
+            self._cupy.cuda.get_current_stream().synchronize()  # the line is read until then
+
+    def _checked(self, gradient: Any, k: int) -> str:
+        """What the gradient's elements are."""
+        residual = self.residual
+        if not isinstance(gradient, self._cupy.ndarray):
+            raise UsageError(
+                f"the gradient is a {type(gradient).__name__} instead of a CuPy array; "
+                "put it on the GPU with cupy.asarray"
+            )
+        dtype = "bfloat16" if gradient.dtype.name == "uint16" else str(gradient.dtype.name)
+        if dtype not in GRADIENT_DTYPES[residual.dtype.name]:
+            raise UsageError(
+                f"a gradient of {gradient.dtype} cannot be added to {residual.dtype}; convert it"
+            )
+        if gradient.size != residual.size:
+            raise UsageError(
+                f"a gradient of {gradient.size} elements, and the residual has {residual.size}; "
+                "use a GpuErrorFeedback for each"
+            )
+        if gradient.device.id != residual.device.id:
+            raise UsageError(
+                f"the gradient is on GPU {gradient.device.id} and the residual on GPU {residual.device.id}; "
+                "put both on one"
+            )
+        check_arguments(k, residual.size, "refuse")
+        return dtype
+
+    def _take_back(self, added: FeedbackAddend) -> str:
+        """Undo the adding; why it was refused."""
+        residual = self.residual
+        kernels = selection_kernels(self._cupy, int(residual.device.id))
+        broken = self._cupy.asarray(np.array([NO_PLACE]))
+        blocks = kernels.blocks(residual.size, residual.dtype.itemsize)
+        arguments = (residual, *added.arguments(), np.int64(residual.size), broken)
+        kernels.launch(added.form("take_back"), residual.dtype.name, blocks, arguments)
+        place = int(broken.get()[0])
+        if place < residual.size:
+            return f"element {place} of the gradient is NaN; leave this step out, or repair it"
+        return (
+            "the gradient has an infinity where one of the other sign is kept, which sum up to NaN; "
+            "leave this step out, or repair it"
+        )

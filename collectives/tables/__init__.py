@@ -1,0 +1,1 @@
+"""Transfer tables, and the arrays and compiled kernels that they work on."""

@@ -1,0 +1,1 @@
+"""CUDA kernels: their sources, compilation by NVRTC, and launches."""

@@ -1,0 +1,323 @@
+"""Build the tables that a kernel works through, and launch compiled kernels on the current GPU.
+
+An *item* writes one chunk: ``destination = own``, joined with its arrivals one after another. An item without
+arrivals is a copy. Chunks lie in numbered buffers, at byte offsets; the addresses of the buffers are a table of their
+own, so the same work runs on other memory. A *tile* is the part of an item that a block of threads does at a time.
+A *launch* is a run of items that do not touch memory that another of them writes. Kernels of the selection are
+launched on the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.tables.kernels.compiler import load_kernel
+from collectives.tables.kernels.source import (
+    KEY_BITS,
+    divide_kernel,
+    forest_source,
+    join_kernel,
+    kernel_source,
+    selection_kernel,
+    selection_source,
+)
+
+Numbers = NDArray[np.int64]
+
+THREADS = 256
+"""Threads of a block; as in ``join.cu``."""
+
+TILE_BYTES = THREADS * 4 * 16
+"""Bytes of a tile: four vectors of 16 bytes for every thread; as in ``join.cu``."""
+
+ITEM = np.dtype(
+    [
+        ("destination", np.int64),
+        ("own", np.int64),
+        ("count", np.int64),
+        ("destination_buffer", np.int32),
+        ("own_buffer", np.int32),
+        ("first", np.int32),
+        ("arriving", np.int32),
+    ]
+)
+"""Byte offsets and buffers of what is written and of the first operand, elements, and the item's arrivals."""
+
+ARRIVAL = np.dtype([("offset", np.int64), ("buffer", np.int64)])
+TILE = np.dtype([("item", np.int32), ("number", np.int32)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """Rows of a transfer table that one process joins or copies; R rows, columns of length R.
+
+    Parameters
+    ----------
+    step : array
+        Launches come in ascending steps.
+    rank, start, count : array
+        Where the row leads: rows of one step, rank and start are joined into one item, in their order.
+    add : bool array
+        Join, or store.
+    destination, own, arriving : (array, array)
+        Buffers and byte offsets of what is written, of the rank's own operand, and of what arrives.
+    """
+
+    step: Numbers
+    rank: Numbers
+    start: Numbers
+    count: Numbers
+    add: NDArray[np.bool_]
+    destination: tuple[Numbers, Numbers]
+    own: tuple[Numbers, Numbers]
+    arriving: tuple[Numbers, Numbers]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelWork:
+    """What the kernels do in each of some launches.
+
+    Parameters
+    ----------
+    items : (I,) array of `ITEM`
+    arrivals : (A,) array of `ARRIVAL`
+    tiles : (T,) array of `TILE`
+        Tiles of one launch stand together.
+    steps : tuple of int
+        The step of each launch, ascending.
+    ends : tuple of int
+        Launch i does the tiles up to ``ends[i]`` that no earlier one does.
+    """
+
+    items: NDArray[np.void]
+    arrivals: NDArray[np.void]
+    tiles: NDArray[np.void]
+    steps: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def traffic(self, itemsize: int) -> int:
+        """Bytes that are read and written: an item reads its own operand and every arrival, and writes once."""
+        return int((self.items["count"] * (2 + self.items["arriving"])).sum()) * itemsize
+
+
+def work_of(chunks: Chunks, itemsize: int) -> KernelWork:
+    """Put rows together into items, and cut the items into tiles.
+
+    Parameters
+    ----------
+    chunks : Chunks
+    itemsize : int
+        Bytes of an element.
+
+    Examples
+    --------
+    Two siblings that arrive in step 0 are joined by one item of two tiles, and copied on in step 1:
+
+    >>> column = lambda *values: np.array(values)
+    >>> add = column(True, True, False)
+    >>> far, near, slots = (column(0, 0, 4), column(0, 0, 0)), (column(1, 1, 1), column(0, 0, 0)), column(0, 8192, 0)
+    >>> rows = Chunks(column(0, 0, 1), column(5, 5, 6), column(0, 0, 0), column(5000, 5000, 5000), add, far, near,
+    ...               (column(2, 2, 0), slots))
+    >>> work = work_of(rows, 4)
+    >>> work.items["arriving"].tolist(), work.arrivals["offset"].tolist(), work.steps, work.ends
+    ([2, 0], [0, 8192], (0, 1), (2, 4))
+    >>> work.traffic(4) == (4 + 2) * 5000 * 4
+    True
+    """
+    rows = np.lexsort((np.arange(len(chunks.step)), chunks.start, chunks.rank, chunks.step))
+    step, rank, start, add = (column[rows] for column in (chunks.step, chunks.rank, chunks.start, chunks.add))
+    leads = np.ones(len(rows), dtype=np.bool_)
+    leads[1:] = (np.diff(step) != 0) | (np.diff(rank) != 0) | (np.diff(start) != 0)
+    firsts = np.flatnonzero(leads)
+    lead = rows[firsts]
+
+    items = np.zeros(len(lead), dtype=ITEM)
+    stores = ~add[firsts]
+    items["destination_buffer"], items["destination"] = (column[lead] for column in chunks.destination)
+    for name, own, arriving in zip(("own_buffer", "own"), chunks.own, chunks.arriving, strict=True):
+        items[name] = np.where(stores, arriving[lead], own[lead])
+    items["count"] = chunks.count[lead]
+    items["arriving"] = np.add.reduceat(add.astype(np.int64), firsts) if len(firsts) else 0
+    items["first"] = np.cumsum(items["arriving"]) - items["arriving"]
+
+    joined = rows[add]
+    arrivals = np.zeros(len(joined), dtype=ARRIVAL)
+    arrivals["buffer"], arrivals["offset"] = (column[joined] for column in chunks.arriving)
+
+    per_item = -(-items["count"] // (TILE_BYTES // itemsize))
+    before = np.cumsum(per_item) - per_item
+    tiles = np.zeros(int(per_item.sum()), dtype=TILE)
+    tiles["item"] = np.repeat(np.arange(len(items)), per_item)
+    tiles["number"] = np.arange(len(tiles)) - np.repeat(before, per_item)
+
+    steps, places = np.unique(step[firsts], return_index=True)
+    ends = np.append(before, len(tiles))[np.append(places[1:], len(items))] if len(steps) else steps
+    return KernelWork(items, arrivals, tiles, tuple(steps.tolist()), tuple(ends.tolist()))
+
+
+BLOCKS_PER_PROCESSOR = 8
+"""Blocks of 256 threads that a multiprocessor of any generation can hold; more would only wait."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceWork:
+    """A `KernelWork` in the memory of a GPU, and the table of buffers that it is to be done on.
+
+    Parameters
+    ----------
+    work : Work
+    items, arrivals, tiles, bases : CuPy arrays
+        Of bytes; ``bases`` holds the address of each buffer.
+    """
+
+    work: KernelWork
+    items: Any
+    arrivals: Any
+    tiles: Any
+    bases: Any
+
+
+class Kernels:
+    """The kernels of the GPU that is current, compiled when they are first used.
+
+    Everything runs on the current stream.
+
+    Parameters
+    ----------
+    cupy : module
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy: Any = cupy
+        self._compiled: dict[str, Any] = {}
+        attributes = cupy.cuda.Device().attributes
+        self._most_blocks = attributes["MultiProcessorCount"] * BLOCKS_PER_PROCESSOR
+
+    def upload(self, work: KernelWork, buffers: int) -> DeviceWork:
+        """Put the tables of some work on so many buffers into the GPU's memory."""
+        items, arrivals, tiles = (
+            self._cupy.asarray(table.view(np.uint8)) for table in (work.items, work.arrivals, work.tiles)
+        )
+        return DeviceWork(work, items, arrivals, tiles, self._cupy.zeros(buffers, dtype=np.int64))
+
+    def compiled(self, op: str | None, dtype: str, itemsize: int) -> Any:
+        """The kernel that joins with an operation."""
+        return self._kernel(join_kernel(op, dtype, itemsize))
+
+    def forest(self, name: str) -> Any:
+        """The kernel of this name (`forest_kernel`), which runs a rank's whole part in a collective."""
+        return self._kernel(name, forest_source)
+
+    def launch(self, kernel: Any, done: DeviceWork, number: int) -> None:
+        """Do one launch of the work."""
+        ends = done.work.ends
+        first = ends[number - 1] if number else 0
+        count = ends[number] - first
+        tiles = done.tiles.data.ptr + first * done.work.tiles.itemsize
+        kernel(
+            (min(count, self._most_blocks),),
+            (THREADS,),
+            (done.bases, done.items, done.arrivals, np.int64(tiles), np.int32(count)),
+        )
+
+    def divide(self, line: Any, dtype: str, ranks: int) -> None:
+        """Turn sums into averages, in place."""
+        tiles = -(-line.nbytes // TILE_BYTES)
+        if tiles:
+            self._kernel(divide_kernel(dtype))(
+                (min(tiles, self._most_blocks),),
+                (THREADS,),
+                (line, np.int64(line.size), np.int64(ranks), np.int32(tiles)),
+            )
+
+    def join(self, target: Any, lines: Sequence[Any], op: str, dtype: str, itemsize: int) -> None:
+        """Join lines one after another into another line of the same length, which shares no memory with them."""
+        if not target.size:
+            return
+        none = np.zeros(len(lines) - 1, dtype=np.int64)
+        chunks = Chunks(
+            step=none,
+            rank=none,
+            start=none,
+            count=none + target.size,
+            add=none == 0,
+            destination=(none, none),
+            own=(none + 1, none),
+            arriving=(np.arange(2, len(lines) + 1), none),
+        )
+        work = self.upload(work_of(chunks, itemsize), len(lines) + 1)
+        work.bases.set(np.array([line.data.ptr for line in (target, *lines)], dtype=np.int64))
+        self.launch(self.compiled(op, dtype, itemsize), work, 0)
+        self._cupy.cuda.get_current_stream().synchronize()  # the tables go with this call
+
+    def _kernel(self, name: str, source: Callable[[list[str]], str] = kernel_source) -> Any:
+        if name not in self._compiled:
+            self._compiled[name] = load_kernel(self._cupy, source([name]), name)
+        return self._compiled[name]
+
+
+BINS = 2048
+"""Counters of a histogram; as in ``select.cu``."""
+
+DIGIT = 11
+"""Bits of a key that one histogram makes known."""
+
+SELECTION_STATE = np.dtype([(name, np.uint64) for name in ("ended", "key", "wanted", "nan", "gathered")])
+"""What the kernels of a selection tell each other; as in ``select.cu``."""
+
+SELECTION_BLOCKS_PER_PROCESSOR = 4
+"""As many as the kernels are bound to leave room for on a multiprocessor of any generation."""
+
+
+class SelectionKernels:
+    """The selection kernels of the GPU that is current, compiled when they are first used.
+
+    Parameters
+    ----------
+    cupy : module
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy: Any = cupy
+        self._compiled: dict[str, Any] = {}
+        self._most_blocks: int = (
+            cupy.cuda.Device().attributes["MultiProcessorCount"] * SELECTION_BLOCKS_PER_PROCESSOR
+        )
+
+    def blocks(self, count: int, itemsize: int) -> int:
+        """Blocks that share the tiles of so many elements."""
+        return max(1, min(-(-count * itemsize // TILE_BYTES), self._most_blocks))
+
+    def launch(self, form: str, dtype: str, blocks: int, arguments: tuple[Any, ...]) -> None:
+        """Run one kernel, see `selection_kernel`; arrays, and numbers of the widths that it takes."""
+        name = selection_kernel(form, dtype)
+        if name not in self._compiled:
+            self._compiled[name] = load_kernel(self._cupy, selection_source([name]), name)
+        self._compiled[name]((blocks,), (THREADS,), arguments)
+
+
+@lru_cache(maxsize=64)
+def selection_kernels(cupy: ModuleType, device: int) -> SelectionKernels:
+    """The kernels of one GPU, which must be current."""
+    return SelectionKernels(cupy)
+
+
+def digits(dtype: str) -> tuple[tuple[int, int], ...]:
+    """Lowest bit and number of bits of each part of a key, from the top.
+
+    Examples
+    --------
+    >>> digits("float32")
+    ((20, 11), (9, 11), (0, 9))
+    """
+    top = KEY_BITS[dtype][0]
+    ends = [*range(top, 0, -DIGIT), 0]
+    return tuple((low, high - low) for high, low in pairwise(ends))

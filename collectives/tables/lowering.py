@@ -1,0 +1,330 @@
+"""Lower a plan to a transfer table: (plan, element count, chunk size) to rows and prerequisites.
+
+The *pattern* of a plan holds its tree edges as transfers of one chunk. A transfer waits for the last write to its
+input, and for the last write and all later reads of its output; a prerequisite that another one implies is left
+out. Additions at one parent follow in ascending rank of the children, so results repeat bit for bit. The pattern
+does not depend on the element count. Chunks and shards touch different elements, so the table is the pattern
+repeated for every chunk, a few numpy operations for any number of chunks.
+
+Shards (`shard_bounds`) and chunks start on multiples of `ALIGNMENT` elements of the buffer or of a rank's block, on
+every rank and back end. NCCL and the kernels, which copy 16 bytes at a time only between such borders, find them at
+both ends of a message if back ends lay out scratch memory in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.tables.transfer_table import TransferTable
+from topoplan.errors import PlanError, UsageError
+from topoplan.plans.certificates.exchange import Demand
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """A plan that is hashed by its digest: hashing the plan itself would walk through every edge.
+
+    Two keys are equal where the plans are too, whatever digest came with them; the same object is not looked through.
+    """
+
+    digest: str
+    plan: Plan = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """The transfers of one chunk of every shard, shard after shard; columns as in `TransferTable`."""
+
+    queues: tuple[tuple[int, int, str], ...]
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+    queue: NDArray[np.int32]
+    add: NDArray[np.bool_]
+    source_fresh: NDArray[np.bool_]
+    destination_fresh: NDArray[np.bool_]
+    shard: NDArray[np.int32]
+    stage: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    prerequisites: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _PatternTransfer:
+    source: int
+    destination: int
+    channel: str
+    add: bool
+    source_fresh: bool
+    destination_fresh: bool
+    shard: int
+    stage: int
+    after: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def pattern_of(key: PlanKey) -> Pattern:
+    """The transfers of a plan and their prerequisites; the last 64 patterns are kept.
+
+    Raises
+    ------
+    PlanError
+        A stage is no tree, or two ranks would end with values that were not added in the same order.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    >>> pattern = pattern_of(PlanKey(plan.digest, plan))
+    >>> len(pattern.source) == 2 * 7 * len(plan.shards)
+    True
+    """
+    transfers: list[_PatternTransfer] = []
+    for number, shard in enumerate(key.plan.shards):
+        transfers += _shard_transfers(key.plan, shard, number, base=len(transfers))
+    queues = sorted({(t.source, t.destination, t.channel) for t in transfers})
+    position = {queue: i for i, queue in enumerate(queues)}
+    return Pattern(
+        queues=tuple(queues),
+        source=_column(t.source for t in transfers),
+        destination=_column(t.destination for t in transfers),
+        queue=_column(position[t.source, t.destination, t.channel] for t in transfers),
+        add=_column(t.add for t in transfers).astype(np.bool_),
+        source_fresh=_column(t.source_fresh for t in transfers).astype(np.bool_),
+        destination_fresh=_column(t.destination_fresh for t in transfers).astype(np.bool_),
+        shard=_column(t.shard for t in transfers),
+        stage=_column(t.stage for t in transfers),
+        offsets=cumulative(np.array([len(t.after) for t in transfers], dtype=np.int64)),
+        prerequisites=np.array([row for t in transfers for row in t.after], dtype=np.int64),
+    )
+
+
+def cumulative(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Zero and the running sums: where each of these runs of entries starts, and the end."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def _column(values: Iterable[int]) -> NDArray[np.int32]:
+    return np.fromiter(values, dtype=np.int32)
+
+
+def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> list[_PatternTransfer]:
+    """The transfers of one chunk of one shard; ``base`` transfers of earlier shards precede them."""
+    transfers: list[_PatternTransfer] = []
+    implied: list[int] = []
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    size = len(plan.ranks)
+    value = list(range(len(plan.vertices)))
+    sums: dict[tuple[int, int], int] = {}
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather":
+            raise PlanError(
+                "ranks exchange what they have, which no table of transfers in one buffer says; its rounds run one "
+                "by one",
+                shard=number,
+                stage=position,
+            )
+        for edge in _data_order(stage):
+            source, destination = (
+                (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+            )
+            # A helper begins with nothing: what comes first is stored.
+            add = stage.op == "reduce" and (destination < size or destination in writer)
+            row = len(transfers)
+            conflicts = {writer[rank] for rank in (source, destination) if rank in writer}
+            conflicts.update(readers.get(destination, ()))
+            after, all_before = _without_implied(conflicts, implied)
+            implied.append(all_before)
+            transfers.append(
+                _PatternTransfer(
+                    source=source,
+                    destination=destination,
+                    channel=edge.channel,
+                    add=add,
+                    source_fresh=source not in writer,
+                    destination_fresh=add and destination not in writer,
+                    shard=number,
+                    stage=position,
+                    after=tuple(base + earlier for earlier in after),
+                )
+            )
+            readers.setdefault(source, []).append(row)
+            readers[destination] = []
+            writer[destination] = row
+            if add:
+                operands = (value[destination], value[source])
+                value[destination] = sums.setdefault(operands, len(plan.vertices) + len(sums))
+            else:
+                value[destination] = value[source]
+    if plan.collective in ("allreduce", "broadcast", "allgather"):
+        _check_one_value(value[:size], number)
+    return transfers
+
+
+def _data_order(stage: Stage) -> list[Edge]:
+    """The edges in an order in which data can run along them; at a parent, children in ascending rank."""
+    if stage.op == "broadcast":
+        return list(stage.top_down())
+    depth = stage.depths()
+    return sorted(stage.edges, key=lambda edge: (-depth[edge.child], edge.child))
+
+
+def _without_implied(conflicts: set[int], implied: list[int]) -> tuple[list[int], int]:
+    """Those conflicts that no other of them implies, ascending, and the bit set of all rows before.
+
+    ``implied[row]`` is the bit set of the rows that must run before it; they all have smaller numbers.
+    """
+    kept: list[int] = []
+    before = 0
+    for row in sorted(conflicts, reverse=True):
+        if not before >> row & 1:
+            kept.append(row)
+            before |= implied[row] | 1 << row
+    return kept[::-1], before
+
+
+def _check_one_value(value: list[int], shard: int) -> None:
+    for rank, number in enumerate(value):
+        if number != value[0]:
+            raise PlanError(
+                "ends with another value than rank 0 (other data, or added in another order, which rounds "
+                "differently); let one rank compute the result and broadcast it",
+                shard=shard,
+                rank=rank,
+            )
+
+
+def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = None) -> TransferTable:
+    """Lower a plan to the transfer table of a buffer of ``count`` elements.
+
+    Parameters
+    ----------
+    plan : Plan
+        A valid plan (see `topoplan.verify`).
+    count : int
+        Elements of the plan's buffer, zero or more; for allgather and reduce_scatter those of the full
+        gathered buffer, a multiple of the number of ranks; for alltoall those of the buffers of all ranks together, a
+        multiple of its square: blocks stand in the order of their destinations, then of their sources.
+    chunk_elements : int
+        Longest chunk; rounded up to a multiple of `ALIGNMENT`.
+    digest : str, optional
+        ``plan.digest``, where the caller has it already.
+
+    Returns
+    -------
+    TransferTable
+        The same object for the same (digest, count, chunk_elements): the last 64 are kept.
+
+    Raises
+    ------
+    UsageError
+        ``count`` or ``chunk_elements`` is out of range.
+    PlanError
+        A stage is no tree, or two ranks would end with values that were not added in the same order.
+
+    Notes
+    -----
+    O(rows + prerequisites) in numpy; Python loops run over the plan's tree edges only, once per plan.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
+    >>> table = lower(plan, 100, chunk_elements=40)
+    >>> list(zip(table.start.tolist(), table.stop.tolist())), len(set(table.queue.tolist()))
+    ([(0, 48), (48, 96), (96, 100)], 1)
+    """
+    if count < 0:
+        raise UsageError(f"a buffer of {count} elements does not exist; give zero or more")
+    if chunk_elements < 1:
+        raise UsageError(f"chunks of {chunk_elements} elements do not exist; give at least 1")
+    ranks = len(plan.ranks)
+    if isinstance(plan.certificate, Demand):
+        raise UsageError(
+            "this plan is that of a demand, and arrays are exchanged in equal blocks; plan it without"
+        )
+    if count % plan.blocks:
+        raise UsageError(
+            f"{count} elements cannot be divided among {ranks} ranks; "
+            f"pad the buffer to {count + -count % plan.blocks} elements"
+        )
+    key = PlanKey(plan.digest if digest is None else digest, plan)
+    return _lowered(key, count, chunk_elements)
+
+
+@lru_cache(maxsize=64)
+def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> TransferTable:
+    """The transfer table of a plan whose shards have other lengths than their shares: shard s ends at ``borders[s]``.
+
+    Parameters
+    ----------
+    key : PlanKey
+    borders : tuple of int
+        Ascending; the last one is the number of elements.
+        Where they are no multiples of `ALIGNMENT`, chunks do not start on such multiples either.
+    chunk_elements : int
+        As in `lower`.
+
+    Returns
+    -------
+    TransferTable
+        The same object for the same arguments: the last 64 are kept.
+    """
+    return _table(key, np.array((0, *borders), dtype=np.int64), chunk_elements)
+
+
+@lru_cache(maxsize=64)
+def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
+    plan = key.plan
+    bounds = plan.bounds(count)
+    return _table(key, np.array(bounds, dtype=np.int64), chunk_elements)
+
+
+def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:
+    pattern = pattern_of(key)
+    # up, so that a buffer that fits into one chunk does not become two
+    chunk_elements = -(-longest // ALIGNMENT) * ALIGNMENT
+    chunks_of_shard = -(-np.diff(bounds) // chunk_elements)
+    repeats = chunks_of_shard[pattern.shard]
+    first = cumulative(repeats)
+    edge = np.repeat(np.arange(len(repeats)), repeats)
+    chunk = np.arange(first[-1]) - first[edge]
+    order = np.argsort(chunk, kind="stable")
+    row_of = np.empty(len(order), dtype=np.int64)
+    row_of[order] = np.arange(len(order))
+    edge, chunk = edge[order], chunk[order]
+
+    shard = pattern.shard[edge]
+    start = bounds[shard] + chunk * chunk_elements
+    needed = np.diff(pattern.offsets)[edge]
+    offsets = cumulative(needed)
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], needed)
+    earlier_edge = pattern.prerequisites[np.repeat(pattern.offsets[edge], needed) + within]
+    return TransferTable(
+        ranks=len(key.plan.ranks),
+        count=int(bounds[-1]),
+        chunk_elements=chunk_elements,
+        bounds=bounds,
+        queues=pattern.queues,
+        source=pattern.source[edge],
+        destination=pattern.destination[edge],
+        queue=pattern.queue[edge],
+        start=start,
+        stop=np.minimum(start + chunk_elements, bounds[shard + 1]),
+        add=pattern.add[edge],
+        source_fresh=pattern.source_fresh[edge],
+        destination_fresh=pattern.destination_fresh[edge],
+        shard=shard,
+        stage=pattern.stage[edge],
+        chunk=chunk.astype(np.int32),
+        offsets=offsets,
+        prerequisites=row_of[first[earlier_edge] + np.repeat(chunk, needed)],
+        helpers=len(key.plan.vertices) - len(key.plan.ranks) if key.plan.helpers else 0,
+    )

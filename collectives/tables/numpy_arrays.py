@@ -1,0 +1,387 @@
+"""Implement the array library for numpy, the reduction operators, and pooled memory for large results.
+
+``sum``, ``prod``, ``min`` and ``max`` are numpy's; integers wrap around and NaN wins in min and max. Booleans have
+min (and) and max (or) only; complex numbers have no order, so no min and max.
+
+``avg`` has the same bits on all back ends:
+
+- float16, bfloat16: each value is divided by the number of ranks, rounded to its type, and added up, as by DDP.
+  An average of finite values is finite, but for the rounding of those near the largest number. Values below the
+  smallest normal number times the number of ranks lose bits.
+- wider floats and complex numbers: the sum is divided by the number of ranks; it is infinite beyond their type.
+- integers: the sum, which wraps around, is divided and truncated towards zero, as by NCCL.
+
+New memory costs a page fault and a zeroing per page, as much time as the whole collective. `PooledArrays` therefore
+keeps the memory of large results and hands it out again once no array refers to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import UsageError
+
+OPERATORS: dict[str, np.ufunc] = {
+    "avg": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "sum": np.add,
+}
+"""The operator that joins two contributions."""
+
+NUMBERS = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
+"""Types whose loops touch no Python object."""
+
+DTYPE_KINDS = {
+    "b": "truth values",
+    "i": "integers",
+    "u": "unsigned integers",
+    "f": "floats",
+    "c": "complex numbers",
+}
+"""The kinds of dtype that can be moved, as numpy codes them."""
+
+
+BFLOAT16 = "bfloat16"
+"""A float that numpy has from the package ml_dtypes; for numpy its kind is none of these."""
+
+LIMITS = {"float16": 65520.0, BFLOAT16: float.fromhex("0x1.ffp127")}
+"""Magnitudes from which on a number is infinite when it is rounded to a type of 16 bits."""
+
+
+def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
+    """The numpy function that joins two contributions.
+
+    Parameters
+    ----------
+    op : str
+        sum, prod, min, max or avg.
+    dtype : numpy dtype
+        Of kind float, integer, complex or bool, or ml_dtypes' bfloat16.
+
+    Raises
+    ------
+    UsageError
+        No such operator, or not for this dtype.
+
+    Examples
+    --------
+    >>> reduction("sum", np.dtype("float32"))
+    <ufunc 'add'>
+    """
+    if op not in OPERATORS:
+        raise UsageError(f"reduction {op!r} is unknown; use one of {', '.join(sorted(OPERATORS))}")
+    if dtype.kind == "b" and op not in ("min", "max"):
+        raise UsageError(
+            f"reduction {op!r} is not defined for bool; use 'max' (or), 'min' (and), or an integer dtype"
+        )
+    if dtype.kind == "c" and op in ("min", "max"):
+        raise UsageError(
+            f"reduction {op!r} is not defined for {dtype}: complex numbers have no order; use 'sum'"
+        )
+    return OPERATORS[op]
+
+
+def divide(total: NDArray[np.generic], ranks: int) -> None:
+    """Turn a sum into an average, in place.
+
+    Examples
+    --------
+    >>> total = np.array([-7, 7])
+    >>> divide(total, 2)
+    >>> total
+    array([-3,  3])
+    """
+    if total.dtype.kind not in "iu":
+        np.divide(total, ranks, out=total)
+        return
+    # int8 cannot hold 200 ranks, so the division is done in 64 bits
+    wide = total.astype(np.int64 if total.dtype.kind == "i" else np.uint64)
+    wide -= np.fmod(wide, ranks)
+    np.copyto(total, wide // ranks, casting="same_kind")
+
+
+class _Ufunc(ctypes.Structure):
+    """The beginning of ``PyUFuncObject``, as numpy's public header ``ufuncobject.h`` lays it down."""
+
+    _fields_ = (
+        ("head", ctypes.c_char * object.__basicsize__),
+        ("inputs", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+        ("arguments", ctypes.c_int),
+        ("identity", ctypes.c_int),
+        ("loops", ctypes.POINTER(ctypes.c_void_p)),
+        ("data", ctypes.POINTER(ctypes.c_void_p)),
+        ("types", ctypes.c_int),
+    )
+
+
+@lru_cache(maxsize=256)
+def loop_of(function: np.ufunc, dtype: np.dtype[np.generic]) -> tuple[int, int]:
+    """Address of the loop that joins two arrays of a type to one of the same type, and of what numpy keeps with it.
+
+    It is a C loop ``void loop(char **arguments, npy_intp *lengths, npy_intp *steps, void *data)``, which needs no
+    interpreter lock. What calls it gets numpy's bits, signed zeros and NaNs included, on every processor.
+
+    Returns
+    -------
+    (int, int)
+        Zeros where there is none: the type is no number of numpy's own, or its bytes are in foreign order.
+
+    Examples
+    --------
+    >>> loop_of(np.add, np.dtype("float32"))[0] != 0, loop_of(np.add, np.dtype(">f4"))
+    (True, (0, 0))
+    """
+    signature = f"{dtype.char * 2}->{dtype.char}"
+    if not dtype.isnative or dtype.char not in NUMBERS or signature not in function.types:
+        return 0, 0
+    found = _Ufunc.from_address(id(function))
+    assert (found.inputs, found.outputs, found.types) == (function.nin, function.nout, function.ntypes)
+    number = function.types.index(signature)
+    return found.loops[number] or 0, (found.data[number] or 0) if found.data else 0
+
+
+AnyArray = NDArray[Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a name; it knows bfloat16 from the package ml_dtypes.
+
+    Raises
+    ------
+    UsageError
+        That package is not there; says what to install.
+    """
+    if name != BFLOAT16:
+        return np.dtype(name)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise UsageError(
+            'numpy has bfloat16 from the package ml_dtypes: pip install "topoplan[bfloat16]"'
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(bfloat16)
+    return dtype
+
+
+def dtype_name(dtype: object) -> str:
+    """numpy's name of a dtype of numpy or torch, or of such a name.
+
+    Raises
+    ------
+    UsageError
+        There is no such dtype.
+
+    Examples
+    --------
+    >>> dtype_name(np.float32), dtype_name("f8"), dtype_name("bfloat16")
+    ('float32', 'float64', 'bfloat16')
+    """
+    name: Any = dtype if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
+    if name == BFLOAT16:
+        return BFLOAT16
+    try:
+        found = np.dtype(name)
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in DTYPE_KINDS:
+        raise UsageError(f"dtype {dtype!r} cannot be moved; use one like float32, int64 or bfloat16")
+    return _name(found)
+
+
+class NumpyArrays:
+    """`ArrayLibrary` of numpy."""
+
+    name = "numpy"
+    plain: tuple[type[Any], ...] = (np.ndarray,)
+
+    def ordered(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.ordered`."""
+        return nullcontext()
+
+    def here(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.here`."""
+        return nullcontext()
+
+    def received(self, result: object) -> None:
+        """See `ArrayLibrary.received`."""
+
+    def gpu(self, array: AnyArray) -> int | None:
+        """See `ArrayLibrary.gpu`."""
+        return None
+
+    def check(self, array: object, *, rank: int, what: str) -> AnyArray:
+        """See `ArrayLibrary.check`."""
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            raise UsageError(
+                f"rank {rank} has a {type(array).__name__} instead of a numpy array as its {what}; "
+                "convert it with numpy.array"
+            )
+        if array.dtype.kind not in DTYPE_KINDS and array.dtype.name != BFLOAT16:
+            raise UsageError(
+                f"rank {rank} has dtype {array.dtype}, which cannot be moved; "
+                f"use {', '.join(DTYPE_KINDS.values())}, or bfloat16 of the package ml_dtypes"
+            )
+        return array
+
+    def shape(self, array: AnyArray) -> tuple[int, ...]:
+        """See `ArrayLibrary.shape`."""
+        return array.shape
+
+    def dtype(self, array: AnyArray) -> str:
+        """See `ArrayLibrary.dtype`; with the byte order where it is not the machine's."""
+        return _name(array.dtype)
+
+    def itemsize(self, array: AnyArray) -> int:
+        """See `ArrayLibrary.itemsize`."""
+        return array.dtype.itemsize
+
+    def writeable(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.writeable`."""
+        return array.flags.writeable
+
+    def check_reduction(self, op: str, array: AnyArray) -> None:
+        """See `ArrayLibrary.check_reduction`."""
+        reduction(op, array.dtype)
+
+    def empty(self, shape: tuple[int, ...], like: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.empty`."""
+        return np.empty(shape, like.dtype)
+
+    def line(self, array: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.line`."""
+        return np.ascontiguousarray(array).reshape(-1)
+
+    def contiguous(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.contiguous`."""
+        return array.flags.c_contiguous
+
+    def address(self, array: AnyArray) -> int:
+        """See `ArrayLibrary.address`."""
+        return array.ctypes.data if array.flags.c_contiguous else 0
+
+    def copy(self, target: AnyArray, source: AnyArray) -> None:
+        """See `ArrayLibrary.copy`."""
+        target[...] = source
+
+    def part(self, line: AnyArray, start: int, stop: int) -> AnyArray:
+        """See `ArrayLibrary.part`."""
+        return line[start:stop]
+
+    def shaped(self, line: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+        """See `ArrayLibrary.shaped`."""
+        return line.reshape(shape)
+
+    def reals(self, line: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.reals`."""
+        return line.view(line.real.dtype) if line.dtype.kind == "c" else line
+
+    def overlap(self, one: AnyArray, other: AnyArray) -> bool:
+        """See `ArrayLibrary.overlap`."""
+        return np.may_share_memory(one, other) and np.shares_memory(one, other)
+
+    def same(self, one: AnyArray, other: AnyArray) -> bool:
+        """See `ArrayLibrary.same`."""
+        return (
+            one.ctypes.data == other.ctypes.data and one.shape == other.shape and one.strides == other.strides
+        )
+
+    def of(self, values: AnyArray, dtype: str | None = None) -> AnyArray:
+        """See `ArrayLibrary.of`."""
+        return values.copy() if dtype is None else values.astype(numpy_dtype(dtype))
+
+    def wrapped(self, values: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.wrapped`."""
+        return values
+
+    def values(self, array: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.values`."""
+        return array
+
+    def by_numpy(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.by_numpy`."""
+        return True
+
+    def put(self, target: AnyArray, values: AnyArray) -> None:
+        """See `ArrayLibrary.put`."""
+        target[...] = values
+
+    def divide(self, total: AnyArray, ranks: int) -> None:
+        """See `ArrayLibrary.divide`."""
+        divide(total, ranks)
+
+    def join(self, target: AnyArray, parts: Sequence[AnyArray], op: str) -> None:
+        """See `ArrayLibrary.join`."""
+        add = reduction(op, target.dtype)
+        with np.errstate(all="ignore"):
+            add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                add(target, part, out=target)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    """numpy works it out every time."""
+    return dtype.name if dtype.isnative else dtype.str
+
+
+LEAST_POOLED_BYTES = 1 << 20
+"""Bytes from which on memory is kept; smaller arrays come from numpy, which keeps some itself."""
+
+KEPT_RESULTS = 4
+"""Pieces of memory that are kept at most, free or not."""
+
+
+class PooledArrays(NumpyArrays):
+    """`ArrayLibrary` of numpy that keeps the memory of its large results.
+
+    Examples
+    --------
+    >>> library = PooledArrays()
+    >>> first = library.empty((1 << 20,), np.empty(0))
+    >>> place = first.ctypes.data
+    >>> second = library.empty((1 << 20,), np.empty(0))
+    >>> del first
+    >>> third = library.empty((1 << 19, 2), np.empty(0))
+    >>> third.ctypes.data == place, second.ctypes.data == place
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[NDArray[np.uint8]] = []
+        self._giving = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], like: NDArray[Any]) -> NDArray[Any]:
+        """See `ArrayLibrary.empty`."""
+        length = math.prod(shape) * like.dtype.itemsize
+        if length < LEAST_POOLED_BYTES:
+            return super().empty(shape, like)
+        with self._giving:
+            memory = self._free(length)
+            if memory is None:
+                memory = np.empty(length, np.uint8)
+                self._kept = [*self._kept[1 - KEPT_RESULTS :], memory]
+            return memory[:length].view(like.dtype).reshape(shape)
+
+    def _free(self, length: int) -> NDArray[np.uint8] | None:
+        """The smallest memory that is long enough, not much too long, and not in use."""
+        found = None
+        for place in range(len(self._kept)):
+            # every array in this memory refers to it as its base; the list and getrefcount itself do so too
+            unused = sys.getrefcount(self._kept[place]) == 2
+            size = len(self._kept[place])
+            if unused and length <= size <= 2 * length and (found is None or size < len(found)):
+                found = self._kept[place]
+        return found

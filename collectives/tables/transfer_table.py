@@ -1,0 +1,385 @@
+"""Define the transfer table: one row for each chunk that crosses one tree edge, with its prerequisites.
+
+A table is dataflow, not a schedule: a row may run as soon as its prerequisites have run. Its rows also stand in an
+order in which they can run one after another, by chunk index first, and every queue is served in that order, so
+chunks stream through the trees. No field depends on a back end.
+
+A *stream* is one tree edge with its chunks; chunk c of a stream waits for chunk c of other streams only. `level`
+counts the hops behind it: chunk c can move in step c + level of a pipeline that starts a chunk in every step (in
+proportion for shards with fewer chunks), which is the list schedule of back ends with matched global steps.
+Additions at one rank may arrive in one step; they are joined in the order of their rows. `Traffic` counts rows, so
+back ends that elide copies between ranks that share memory move fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+
+PER_ROW = (
+    "source",
+    "destination",
+    "queue",
+    "start",
+    "stop",
+    "add",
+    "source_fresh",
+    "destination_fresh",
+    "shard",
+    "stage",
+    "chunk",
+)
+"""The columns of a table: arrays with one entry per row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferTable:
+    """Transfers of one collective on a buffer of ``count`` elements per rank; R rows, P prerequisites.
+
+    A row does ``buffer[destination][start:stop] += buffer[source][start:stop]``, or ``=`` where ``add`` is
+    False. The arrays are read-only.
+
+    Parameters
+    ----------
+    ranks, count, chunk_elements : int
+        Number of ranks, elements of the buffer, elements of every chunk but the last of a shard.
+    bounds : (S + 1,) int64
+        Shard s is the elements ``bounds[s]`` to ``bounds[s + 1]``.
+    queues : tuple of (source rank, destination rank, channel)
+        One for each directed pair of ranks and channel, sorted.
+    source, destination, queue : (R,) int32
+        Ranks, and index into ``queues``.
+    start, stop : (R,) int64
+        Element range; never empty.
+    add : (R,) bool
+        Add into the destination (True) or store (False).
+    source_fresh, destination_fresh : (R,) bool
+        That rank has received nothing yet in this range, so its buffer still is its input. A back end that
+        does not work in place reads the input there (for ``destination_fresh``: as the first operand of an
+        addition, False in stores) and needs no copy of it beforehand.
+    shard, stage, chunk : (R,) int32
+        Where the row comes from: shard of the plan, stage of the shard, chunk of the shard.
+    offsets : (R + 1,) int64
+    prerequisites : (P,) int64
+        Row i may run after the rows ``prerequisites[offsets[i] : offsets[i + 1]]``, all of them before i.
+    helpers : int
+        Number of devices that are no ranks; in rows they follow the ranks. They begin with nothing, so the first row
+        that leads to one stores.
+
+    Raises
+    ------
+    PlanError
+        The columns do not have the same length.
+
+    Examples
+    --------
+    An allreduce over spanning trees moves 2 (N - 1) times the buffer, whatever the trees:
+
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    >>> table = lower(plan, 1000, chunk_elements=64)
+    >>> int((table.stop - table.start).sum())
+    14000
+    """
+
+    ranks: int
+    count: int
+    chunk_elements: int
+    bounds: NDArray[np.int64]
+    queues: tuple[tuple[int, int, str], ...]
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+    queue: NDArray[np.int32]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    add: NDArray[np.bool_]
+    source_fresh: NDArray[np.bool_]
+    destination_fresh: NDArray[np.bool_]
+    shard: NDArray[np.int32]
+    stage: NDArray[np.int32]
+    chunk: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    prerequisites: NDArray[np.int64]
+    helpers: int = 0
+
+    def __post_init__(self) -> None:
+        rows = len(self.source)
+        for name in PER_ROW:
+            length = len(getattr(self, name))
+            if length != rows:
+                raise PlanError(f"column {name} has {length} entries for {rows} rows; give one for each row")
+        if len(self.offsets) != rows + 1 or int(self.offsets[-1]) != len(self.prerequisites):
+            raise PlanError(
+                f"{len(self.offsets)} offsets up to {int(self.offsets[-1])} do not divide "
+                f"{len(self.prerequisites)} prerequisites among {rows} rows"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.source)
+
+    @property
+    def helped(self) -> bool:
+        """Whether any row leads to a device that is no rank."""
+        return any(destination >= self.ranks for _, destination, _ in self.queues)
+
+    def before(self, row: int) -> NDArray[np.int64]:
+        """The rows that must have run before this one."""
+        return self.prerequisites[self.offsets[row] : self.offsets[row + 1]]
+
+    def kept(self) -> list[tuple[int, int, int]]:
+        """Element ranges that no row ever writes, as (rank, start, stop): there the input stays.
+
+        Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard.
+        """
+        return list(_kept(self))
+
+
+Given = tuple[int, int] | tuple[int, int, int, int]
+"""The elements of the buffer that a rank puts in: (start, stop); or in an all-to-all, where they are one block in each
+period of the buffer, (start, stop, period, skip): the first, stop - start in all, and skip of a period are others'."""
+
+
+def given_block(collective: str, rank: int, ranks: int, count: int) -> Given:
+    """The elements of the buffer that a rank puts in.
+
+    Examples
+    --------
+    >>> given_block("allgather", 1, 4, 20), given_block("alltoall", 1, 4, 80)
+    ((5, 10), (5, 25, 20, 15))
+    """
+    if collective == "allgather":
+        return (rank * count // ranks, (rank + 1) * count // ranks)
+    if collective == "alltoall":
+        each, block = count // ranks, count // ranks**2
+        return (rank * block, rank * block + each, max(each, 1), each - block)
+    return (0, count)
+
+
+def place_in(given: Given, element: int) -> int:
+    """Where an element of the buffer lies in what a rank puts in.
+
+    Examples
+    --------
+    >>> [place_in(given_block("alltoall", 1, 4, 80), element) for element in (5, 9, 25, 65)]
+    [0, 4, 5, 15]
+    """
+    if len(given) == 2:
+        return element - given[0]
+    start, _, period, skip = given
+    return element - start - element // period * skip
+
+
+def result_block(collective: str, root: int | None, rank: int, ranks: int, count: int) -> tuple[int, int]:
+    """The elements of the buffer that are a rank's result.
+
+    Examples
+    --------
+    >>> result_block("reduce_scatter", None, 1, 4, 20), result_block("reduce", 0, 1, 4, 20)
+    ((5, 10), (0, 0))
+    """
+    if collective == "reduce":
+        return (0, count if rank == root else 0)
+    if collective in ("reduce_scatter", "alltoall"):
+        return (rank * count // ranks, (rank + 1) * count // ranks)
+    return (0, count)
+
+
+@lru_cache(maxsize=64)
+def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> tuple[tuple[int, int], ...]:
+    """For each rank the elements of the buffer that are its result."""
+    return tuple(result_block(collective, root, rank, ranks, count) for rank in range(ranks))
+
+
+@lru_cache(maxsize=64)
+def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
+    written = np.zeros((table.ranks + table.helpers, len(table.bounds) - 1), dtype=np.bool_)
+    written[table.destination, table.shard] = True
+    filled = np.diff(table.bounds) > 0
+    return tuple(
+        (int(rank), int(table.bounds[shard]), int(table.bounds[shard + 1]))
+        for rank, shard in np.argwhere(~written[: table.ranks] & filled)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStream:
+    """One tree edge in the direction of its data.
+
+    Parameters
+    ----------
+    number : int
+        Position among the streams; also the row of its chunk 0.
+    queue : int
+        Index into the table's queues.
+    source, destination : int
+        Ranks.
+    shard, stage : int
+        Where it stands in the plan.
+    add, source_fresh, destination_fresh : bool
+        As in `TransferTable`, the same for all chunks.
+    start, stop : int
+        Elements of the shard.
+    chunks : int
+        At least 1.
+    level : int
+        Steps before this one, 0 if it waits for none: one more than what it waits for, but siblings that are added
+        at one rank may share a step.
+    waits : tuple of int
+        Numbers of the streams of which chunk c must have run before chunk c here. They write at the source, or they
+        read or write at the destination.
+    window : int
+        Chunks by which this stream may run ahead of what its destination has used: 2 more than the levels by which
+        data that must be joined before it is behind.
+    """
+
+    number: int
+    queue: int
+    source: int
+    destination: int
+    shard: int
+    stage: int
+    add: bool
+    source_fresh: bool
+    destination_fresh: bool
+    start: int
+    stop: int
+    chunks: int
+    level: int
+    waits: tuple[int, ...]
+    window: int
+
+
+@lru_cache(maxsize=64)
+def streams(table: TransferTable) -> tuple[EdgeStream, ...]:
+    """The streams of a table, in the order of its rows; kept for the last 64 tables.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
+    >>> parts = streams(lower(plan, 16 * 1000, chunk_elements=64))
+    >>> len(parts), parts[0].chunks, max(stream.level for stream in parts)
+    (480, 16, 1)
+    """
+    firsts = range(int(np.count_nonzero(table.chunk == 0)))
+    columns = (table.queue, table.source, table.destination, table.shard, table.stage)
+    ints = list(zip(*(column[: len(firsts)].tolist() for column in columns), strict=True))
+    flags = (table.add, table.source_fresh, table.destination_fresh)
+    bools = list(zip(*(column[: len(firsts)].tolist() for column in flags), strict=True))
+    waits = [tuple(table.before(row).tolist()) for row in firsts]
+    level: list[int] = []
+    for row, before in enumerate(waits):
+        level.append(
+            max((level[other] + (not _siblings(ints, bools, row, other)) for other in before), default=0)
+        )
+    ahead: list[int] = []
+    latest: dict[tuple[int, int], int] = {}
+    for row, (_, _, destination, shard, _) in enumerate(ints):
+        slowest = latest.get((destination, shard), 0)
+        ahead.append(2 + max(slowest - level[row], 0))
+        latest[destination, shard] = max(slowest, level[row])
+    bounds = table.bounds.tolist()
+    return tuple(
+        EdgeStream(
+            number=row,
+            queue=queue,
+            source=source,
+            destination=destination,
+            shard=shard,
+            stage=stage,
+            add=bools[row][0],
+            source_fresh=bools[row][1],
+            destination_fresh=bools[row][2],
+            start=bounds[shard],
+            stop=bounds[shard + 1],
+            chunks=-(-(bounds[shard + 1] - bounds[shard]) // table.chunk_elements),
+            level=level[row],
+            waits=waits[row],
+            window=ahead[row],
+        )
+        for row, (queue, source, destination, shard, stage) in enumerate(ints)
+    )
+
+
+def _siblings(ints: list[tuple[int, ...]], bools: list[tuple[bool, ...]], row: int, other: int) -> bool:
+    """Whether two rows add at one rank: their data may arrive together."""
+    return bools[row][0] and bools[other][0] and ints[row][2] == ints[other][2]
+
+
+def row_of(table: TransferTable, number: int, chunk: int) -> int:
+    """The row of a chunk of a stream.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 1000, chunk_elements=16)
+    >>> row = row_of(table, 5, 2)
+    >>> int(table.chunk[row]), bool(table.source[row] == table.source[5])
+    (2, True)
+    """
+    chunks = np.array([stream.chunks for stream in streams(table)])
+    earlier = int(np.minimum(chunks, chunk).sum())
+    return earlier + int(np.count_nonzero(chunks[:number] > chunk))
+
+
+def stream_of(table: TransferTable) -> NDArray[np.int64]:
+    """The number of the stream of every row, (R,) int64."""
+    chunks = np.array([part.chunks for part in streams(table)], dtype=np.int64)
+    numbers = [np.flatnonzero(chunks > chunk) for chunk in range(int(chunks.max(initial=0)))]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
+
+
+class Traffic:
+    """A count of bytes by sender and receiver.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        Those of this process: what others send among themselves is not counted.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> traffic = Traffic((0, 1))
+    >>> traffic.add(lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 100, chunk_elements=32), itemsize=4)
+    >>> traffic.sent
+    {(0, 1): 400, (1, 0): 400}
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = frozenset(ranks)
+        self._bytes: Counter[tuple[int, int]] = Counter()
+
+    def add(self, table: TransferTable, *, itemsize: int) -> None:
+        """Count what a collective moves."""
+        for (source, destination, _), elements in zip(table.queues, _elements(table), strict=True):
+            if source in self._ranks:
+                self._bytes[source, destination] += elements * itemsize
+
+    @property
+    def sent(self) -> dict[tuple[int, int], int]:
+        """Bytes by (source, destination), in order."""
+        return dict(sorted(self._bytes.items()))
+
+
+@lru_cache(maxsize=64)
+def _elements(table: TransferTable) -> tuple[int, ...]:
+    """Elements that pass every queue."""
+    moved = np.zeros(len(table.queues), dtype=np.int64)
+    np.add.at(moved, table.queue, table.stop - table.start)
+    return tuple(moved.tolist())

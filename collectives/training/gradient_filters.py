@@ -1,0 +1,387 @@
+"""Average gradients through two filters: sums of integer codes, or only the significant entries.
+
+Integer codes: ranks agree on the largest magnitude of every block by one short maximum, write values as multiples of
+one scale (`collectives.sparse.quantization`), the plan adds the codes, and every rank multiplies by the scale. Each of
+N ranks takes codes of at most 127 / N or 32767 / N: no sum overflows, and all plans give the same bits. The average
+moves by less than a scale, about N / 127 or N / 32767 of the block's maximum; its expected value stays, no residual is
+kept. NaN or a magnitude beyond 2^127 on a rank makes its block NaN on all. Without one code left ranks are refused.
+
+Significance: the parameter server's filter (Li et al., OSDI 2014). Entries (residual added) above a threshold travel,
+the others are kept. With an admission of f an entry goes from the f-th step above the threshold on, counted by a
+count-min sketch (Cormode and Muthukrishnan, 2005): never too few; more than e n / width too many of n with probability
+at most e^-depth. An allgather exchanges entries, added in rank order: same bits; the dense plan if that is less. Values
+that are not finite are always sent; residuals are then as before the step. Both filters compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
+from collectives.sparse.quantization import (
+    CODE_DTYPES,
+    LARGEST,
+    FixedPoint,
+    code_levels,
+    from_fixed_point,
+    largest_magnitudes,
+    to_fixed_point,
+)
+from collectives.training.checkpoint_state import BucketPart, FilterState
+from collectives.training.low_rank import distribute_average, rank_count, reduce_line
+from topoplan.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerCodes:
+    """How gradients are written as whole numbers: the same on all ranks.
+
+    Parameters
+    ----------
+    bits : int
+        Of a code and of every sum of codes: 8 or 16.
+    seed : int
+        Of the random rounding, 0 to 2^32 - 1.
+    block : int
+        Values per scale, at least 1.
+
+    Raises
+    ------
+    UsageError
+        One is out of range.
+    """
+
+    bits: int = 8
+    seed: int = 0
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in CODE_DTYPES:
+            raise UsageError(f"codes of {self.bits!r} bits cannot be added; choose 8 or 16")
+        if not 0 <= self.seed < 1 << 32 or self.block < 1:
+            raise UsageError(
+                f"seed {self.seed} and block {self.block} of codes; choose 0 to 2^32 - 1 and at least 1"
+            )
+
+    @staticmethod
+    def of(given: IntegerCodes | int | None) -> IntegerCodes | None:
+        """The settings, also from the bits alone."""
+        return given if given is None or isinstance(given, IntegerCodes) else IntegerCodes(given)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of the codes of so many values, and of what is agreed on before.
+
+        Examples
+        --------
+        >>> IntegerCodes(8).nbytes(1024)
+        1040
+        """
+        return elements * self.bits // 8 + 4 * -(-elements // self.block)
+
+
+class IntegerCodeExchange:
+    """Averages gradients by sums of codes over a communicator.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    settings : IntegerCodes
+
+    Raises
+    ------
+    UsageError
+        The bits hold no sum over so many ranks.
+    """
+
+    def __init__(self, communicator: Communicator, settings: IntegerCodes) -> None:
+        code_levels(settings.bits, communicator.size)
+        self.communicator = communicator
+        self.settings = settings
+
+    def start(self, key: str, gradients: Any, *, step: int, op: str, out: Any, async_op: bool) -> Handle[Any]:
+        """Begin to average a gradient; what is agreed on before is waited for. Parameters as `Averager.start`.
+
+        Raises
+        ------
+        UsageError
+            The gradient is of no floating type.
+        BackendError
+            Another rank failed.
+        """
+        comm, library, how = self.communicator, self.communicator.arrays, self.settings
+        given = [gradients] if comm.one_rank else list(gradients)
+        if "float" not in library.dtype(given[0]):
+            raise UsageError(f"gradients of {library.dtype(given[0])} need no codes; give floats")
+        lines = [_floats(library.values(one)) for one in given]
+        ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
+        ranks = reduce_line(comm, ranges, "max")
+        largest = np.array(library.values(ranges[0]))
+        # a block that has no codes on some rank is NaN on all of them
+        broken = ~(largest <= LARGEST)
+        undefined = np.repeat(broken, how.block)[: lines[0].size] if broken.any() else None
+        if undefined is not None:
+            largest[broken] = 0
+            lines = [np.where(undefined, line.dtype.type(0), line) for line in lines]
+        seed = how.seed << 32 | zlib.crc32(key.encode())
+        made = [
+            to_fixed_point(
+                line,
+                bits=how.bits,
+                seed=seed,
+                step=step,
+                stream=rank,
+                block=how.block,
+                ranks=ranks,
+                largest=largest,
+            )
+            for rank, line in zip(comm.ranks, lines, strict=True)
+        ]
+        codes = [library.wrapped(one.codes) for one in made]
+        scales = made[0].scales
+
+        adding = codes[0] if comm.one_rank else codes
+        told = async_op or comm.on_failure == "shrink"
+        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
+
+        def decoded(_: Any) -> Any:
+            total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
+            # a sum of gradients that were divided before is their average already
+            average = total if op == "sum" else total / np.float32(rank_count(handle, comm))
+            if undefined is not None:
+                average[undefined] = np.nan
+            return distribute_average(comm, average, given, out)
+
+        return handle.then(decoded)
+
+
+def _floats(values: NDArray[Any]) -> NDArray[Any]:
+    """A line of values in a type that has codes; bfloat16 as float32."""
+    line = values.reshape(math.prod(values.shape))
+    return line if line.dtype in (np.float16, np.float32, np.float64) else line.astype(np.float32)
+
+
+Line = NDArray[Any]
+
+_MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+"""Odd numbers of 64 bits from which those of every row of a sketch are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Significance:
+    """Which entries of a gradient travel: the same on all ranks.
+
+    Parameters
+    ----------
+    threshold : float
+        Magnitude above which an entry is sent; 0 for all that are not zero. Of gradients with a loss scale, before they
+        are multiplied by it.
+    feedback : bool
+        Whether what is not sent is kept for the next step.
+    admission : int
+        Steps above the threshold after which an entry is sent first.
+    width, depth : int
+        Counters in a row of the sketch, a power of two, and rows.
+
+    Raises
+    ------
+    UsageError
+        One is out of range.
+    """
+
+    threshold: float
+    feedback: bool = True
+    admission: int = 1
+    width: int = 1 << 16
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        value = self.threshold
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (value >= 0 and math.isfinite(value)):
+            raise UsageError(f"a threshold of {value!r} is none; give a magnitude of zero or more")
+        for name, least, most in (("admission", 1, 1 << 31), ("width", 2, 1 << 30), ("depth", 1, 32)):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= most:
+                raise UsageError(f"{name} {count!r} must be a whole number from {least} to {most}")
+        if self.width & (self.width - 1):
+            raise UsageError(f"width {self.width} must be a power of two, such as 65536")
+
+    @staticmethod
+    def of(given: Significance | float | None) -> Significance | None:
+        """The settings, also from the threshold alone."""
+        return given if given is None or isinstance(given, Significance) else Significance(given)
+
+
+class CountMin:
+    """How often numbers have come, never too few: the least of several counters.
+
+    Parameters
+    ----------
+    width : int
+        Counters in a row, a power of two.
+    depth : int
+        Rows, each with a hash of its own.
+    counts : (depth, width) array, optional
+        What was counted before; it is written.
+
+    Examples
+    --------
+    >>> sketch = CountMin(width=1024, depth=4)
+    >>> for step in range(3):
+    ...     sketch.add(np.array([7, 1 << 31]))
+    >>> sketch.estimate(np.array([7, 8, 1 << 31])).tolist()
+    [3, 0, 3]
+    """
+
+    def __init__(self, *, width: int, depth: int, counts: NDArray[np.int64] | None = None) -> None:
+        self._shift = np.uint64(65 - width.bit_length())
+        odd, even = ((np.arange(1, depth + 1, dtype=np.uint64) * np.uint64(one)) for one in _MIXERS)
+        self._factors, self._terms = (odd | np.uint64(1))[:, None], even[:, None]
+        self.counts = np.zeros((depth, width), dtype=np.int64) if counts is None else counts
+
+    def add(self, numbers: NDArray[Any]) -> None:
+        """Count each of some numbers once."""
+        for row, places in zip(self.counts, self._places(numbers), strict=True):
+            np.add.at(row, places, 1)
+
+    def estimate(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
+        """How often each has been counted, at least."""
+        rows = [row[places] for row, places in zip(self.counts, self._places(numbers), strict=True)]
+        least: NDArray[np.int64] = np.minimum.reduce(rows)
+        return least
+
+    def _places(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
+        """Multiply-shift hashing (Dietzfelbinger, 1996): the upper bits of a x + b."""
+        hashed = self._factors * numbers.astype(np.uint64)[None, :] + self._terms
+        places: NDArray[np.int64] = (hashed >> self._shift).astype(np.int64)
+        return places
+
+
+class SignificanceExchange:
+    """Averages gradients by their significant entries over a communicator.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    settings : Significance
+
+    Attributes
+    ----------
+    memory : FilterState
+        The residuals, and the counts of each bucket.
+    """
+
+    def __init__(self, communicator: Communicator, settings: Significance) -> None:
+        self.communicator = communicator
+        self.settings = settings
+        self.memory = FilterState()
+
+    def start(
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        parts: Sequence[BucketPart],
+        scale: float,
+        op: str,
+        out: Any,
+        async_op: bool,
+    ) -> tuple[Handle[Any], float]:
+        """Begin to average a gradient, and the bytes that each rank gives over those of the gradient.
+
+        How many entries travel is waited for. ``scale`` is the loss scale; other parameters as `Averager.start`.
+
+        Raises
+        ------
+        UsageError
+            The gradient is of no floating type, or what was restored does not fit it.
+        BackendError
+            Another rank failed.
+        """
+        comm, library = self.communicator, self.communicator.arrays
+        given = [gradients] if comm.one_rank else list(gradients)
+        if "float" not in library.dtype(given[0]):
+            raise UsageError(f"gradients of {library.dtype(given[0])} have no threshold; give floats")
+        wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
+        lines = [library.values(one).reshape(-1).astype(wide) for one in given]
+        chosen = self._choose(key, parts, lines, scale)
+        counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
+        ranks, told = reduce_line(comm, counts, "max"), async_op or comm.on_failure == "shrink"
+        most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
+        entry = np.dtype([("index", np.uint32), ("value", wide)])
+        if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
+            sent = [library.wrapped(_spread(one, size, wide)) for one in chosen]
+            adding = sent[0] if comm.one_rank else sent
+            adds = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
+
+            def whole(_: Any) -> Any:
+                total: Line = np.asarray(library.values(sent[0]))
+                over = 1 if op == "sum" else rank_count(adds, comm)
+                return distribute_average(comm, total / wide(over), given, out, self.memory)
+
+            return adds.then(whole), 1.0
+        messages = []
+        for indices, values in chosen:
+            message = np.zeros(most + 1, dtype=entry)
+            message["index"][0] = len(indices)
+            message["index"][1 : len(indices) + 1], message["value"][1 : len(indices) + 1] = indices, values
+            messages.append(library.wrapped(message.view(np.uint8)))
+
+        def added(gathered: Any) -> Any:
+            values = np.array(library.values(gathered if comm.one_rank else gathered[0]))
+            total: Line = np.zeros(size, dtype=wide)
+            all_of = values.view(entry).reshape(-1, most + 1)
+            for message in all_of:
+                part = message[1 : int(message["index"][0]) + 1]
+                total[part["index"]] += part["value"]
+            return distribute_average(
+                comm, total / wide(1 if op == "sum" else len(all_of)), given, out, self.memory
+            )
+
+        handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=told))
+        return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
+
+    def _choose(
+        self, key: str, parts: Sequence[BucketPart], lines: list[Line], scale: float
+    ) -> list[tuple[NDArray[np.int64], Line]]:
+        """Indices and values of what each rank of this process sends; the others stay with it."""
+        how = self.settings
+        sketches = self._sketches(key) if how.admission > 1 else []
+        self.memory.add_to(parts, lines, scale=scale)
+        found = []
+        for place, line in enumerate(lines):
+            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * scale))
+            if sketches:
+                sketches[place].add(indices)
+                often = sketches[place].estimate(indices) >= how.admission
+                indices = indices[often | ~np.isfinite(line[indices])]
+            found.append((indices, line[indices]))
+            line[indices] = 0
+        if how.feedback:
+            self.memory.keep(parts, lines, scale=scale)
+        return found
+
+    def _sketches(self, key: str) -> list[CountMin]:
+        """What counts a bucket's entries, for every rank of this process."""
+        how, kept = self.settings, self.memory.array(key)
+        if kept is None or kept[0].shape != (how.depth, how.width):
+            made = [CountMin(width=how.width, depth=how.depth) for _ in self.communicator.ranks]
+        else:
+            made = [CountMin(width=how.width, depth=how.depth, counts=one.copy()) for one in kept]
+        self.memory.keep_arrays(key, [one.counts for one in made])
+        return made
+
+
+def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Line:
+    """Entries where they belong, zeros elsewhere."""
+    line = np.zeros(size, dtype=dtype)
+    line[chosen[0]] = chosen[1]
+    return line

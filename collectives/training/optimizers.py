@@ -1,0 +1,518 @@
+"""Train with LARS and LAMB in plain loops: replicated weights in numpy arrays, a rate for each layer, all in place.
+
+    LARS: v = momentum v + learning rate x rate x (g + weight decay x w);  w = w - v
+    LAMB: m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+          u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon) + weight decay x w;  w = w - learning rate x rate x u
+
+Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1: the learning rate
+is inside the velocity v, where torch's SGD has it outside. Y. You et al., "Large Batch Optimization for Deep Learning:
+Training BERT in 76 minutes", ICLR 2020, algorithm 2. For torch there is `collectives.torch.optimizers`.
+
+A step measures the layers that this rank owns, gathers the rates of all, and then moves every layer; alone it does so
+layer by layer. Weights and gradients are checked first. Weights of 16 bits are computed with in float32, and their
+state is float32 too.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.communicator.communicator import Communicator
+from collectives.training.trust_ratios import (
+    GradientAveraging,
+    ParallelRates,
+    lamb_rate,
+    lars_rate,
+    norm,
+    sharing_communicator,
+)
+from topoplan.errors import UsageError
+
+Array = NDArray[Any]
+
+Layout = list[tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shape and dtype of each layer."""
+
+DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+"""Of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLines:
+    """One layer in one step, as lines of its working dtype.
+
+    Parameters
+    ----------
+    weights, gradient : (size,) arrays
+    kept : dict of (size,) arrays
+        What the optimiser keeps for it between steps.
+    decay : float
+    """
+
+    weights: Array
+    gradient: Array
+    kept: dict[str, Array]
+    decay: float
+
+
+def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> Layout:
+    """Shape and dtype of each layer.
+
+    Raises
+    ------
+    UsageError
+        Weights cannot be updated in place, or a gradient does not fit its weights; names the layer.
+
+    Examples
+    --------
+    >>> layers_of([np.zeros((2, 3))], [np.zeros((3, 2))])
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: layer 0 has weights of shape (2, 3) and a gradient of (3, 2); give the same shape
+    """
+    if len(weights) != len(gradients):
+        raise UsageError(
+            f"{len(weights)} layers have {len(gradients)} gradients; give one for each, zeros if need be"
+        )
+    return [_layer(*both) for both in zip(range(len(weights)), weights, gradients, strict=True)]
+
+
+def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    # a gradient that was computed from an array without dimensions is a scalar
+    for what, array, kinds in (
+        ("weights", weights, np.ndarray),
+        ("a gradient", gradient, np.ndarray | np.floating),
+    ):
+        if not isinstance(array, kinds):
+            raise UsageError(f"layer {layer} has {what} of type {type(array).__name__}; give a numpy array")
+    if weights.dtype not in DTYPES:
+        raise UsageError(f"layer {layer} has weights of {weights.dtype}; use float16, float32 or float64")
+    if not (weights.flags.c_contiguous and weights.flags.writeable):
+        raise UsageError(
+            f"layer {layer} has weights that are not contiguous or cannot be written to; give a plain array"
+        )
+    if weights.shape != gradient.shape:
+        raise UsageError(
+            f"layer {layer} has weights of shape {weights.shape} and a gradient of {gradient.shape}; "
+            "give the same shape"
+        )
+    if gradient.dtype.kind != "f" or not np.can_cast(gradient.dtype, working_dtype(weights.dtype)):
+        raise UsageError(
+            f"layer {layer} has weights of {weights.dtype} and a gradient of {gradient.dtype}, which is wider; "
+            f"convert it to {working_dtype(weights.dtype)}"
+        )
+    return weights.shape, weights.dtype
+
+
+def layout_difference(one: Sequence[tuple[object, object]], other: Sequence[tuple[object, object]]) -> str:
+    """Where two lists of layers differ first, as a clause.
+
+    Examples
+    --------
+    >>> layout_difference([((3,), "float32"), ((2,), "float32")], [((3,), "float32"), ((2,), "float64")])
+    'layer 1 is (2,) of float32 and was (2,) of float64'
+    """
+    if len(one) != len(other):
+        return f"there are {len(one)} and were {len(other)}"
+    first = next(layer for layer in range(len(one)) if one[layer] != other[layer])
+    here, before = (f"{shape} of {dtype}" for shape, dtype in (one[first], other[first]))
+    return f"layer {first} is {here} and was {before}"
+
+
+def check_state(
+    kept: Sequence[Sequence[dict[str, Array]]], lines: list[tuple[int, np.dtype[Any]]], *, ranks: int
+) -> None:
+    """Raise `UsageError` where what was kept is not of these layers, on so many ranks in this process."""
+    if len(kept) != ranks:
+        raise UsageError(f"the state is of {len(kept)} ranks in a process, not of {ranks}; take another one")
+    for each in kept:
+        for name in each[0] if each else ():
+            found = [(one[name].size, one[name].dtype) for one in each]
+            if found != lines:
+                raise UsageError(
+                    f"the state was saved with other layers: in its {name}, {layout_difference(lines, found)}; "
+                    "take one that was saved with these"
+                )
+        if len(each) != len(lines):
+            raise UsageError(f"the state is of {len(each)} layers, not of {len(lines)}; take another one")
+
+
+def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What weights of a dtype are computed in."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+BLOCK = 1 << 15
+"""Elements that are computed with at a time: few enough to stay in the cache."""
+
+Replica = tuple[Sequence[Array], Sequence[Array]]
+"""Weights and gradients of one rank."""
+
+
+class ArrayLayerOptimizer(ABC):
+    """An optimiser whose layers have rates.
+
+    Parameters
+    ----------
+    learning_rate : float
+        Of all layers; may be changed between steps, on all ranks alike.
+    weight_decay : float or sequence of float
+        Of all layers, or of each.
+    excluded : collection of int
+        Layers whose rate is 1, such as biases and the weights of normalisations.
+    communicator : Communicator, GradientSynchronizer or None
+        Whose ranks share the measuring; None for a rank that does all of it.
+
+    Attributes
+    ----------
+    steps : int
+        So far.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range.
+    """
+
+    names: tuple[str, ...]
+    """Of the lines that are kept for each layer."""
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float,
+        weight_decay: float | Sequence[float],
+        excluded: Collection[int],
+        communicator: Communicator | GradientAveraging | None,
+    ) -> None:
+        listed = [weight_decay] if isinstance(weight_decay, int | float) else list(weight_decay)
+        for name, value in (("learning rate", learning_rate), *(("weight decay", one) for one in listed)):
+            if not 0 <= value < math.inf:
+                raise UsageError(f"a {name} of {value} is out of range; give zero or more")
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.excluded = frozenset(excluded)
+        self.communicator = sharing_communicator(communicator)
+        self.steps = 0
+        self._layers: Layout | None = None
+        self._rated: list[int] = []
+        self._decays: list[float] = []
+        self._parallel: ParallelRates | None = None
+        self._kept: list[list[dict[str, Array]]] = []
+
+    def step(self, weights: Any, gradients: Any) -> None:
+        """Move all layers, in place.
+
+        Parameters
+        ----------
+        weights : sequence of float16, float32 or float64 arrays, contiguous
+            The same ones on all ranks; with several ranks in this process a list of such sequences.
+        gradients : as ``weights``
+            Averaged over the ranks. Not changed.
+
+        Raises
+        ------
+        UsageError
+            Arrays do not fit, or other ranks have other layers or settings. Nothing has moved.
+        BackendError
+            Another rank failed. No weights have moved; what is kept may have.
+        """
+        if self.communicator is None or self.communicator.one_rank:
+            replicas: list[Replica] = [(weights, gradients)]
+        else:
+            replicas = list(zip(weights, gradients, strict=True))
+        layers = [layers_of(*replica) for replica in replicas]
+        if self._layers is None:
+            self._begin(layers)
+        for found in layers:
+            if found != self._layers:
+                raise UsageError(
+                    f"the layers are not those of the steps before: {layout_difference(found, self._layers or [])}; "
+                    "make another optimiser for other layers"
+                )
+        self.steps += 1
+        # what overflows or is NaN goes through, whatever the caller has told numpy to do: half of a step is no step
+        with np.errstate(all="ignore"):
+            if self._parallel is None:
+                self._alone(*replicas[0])
+            else:
+                self._together(replicas, self._parallel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, learning rate, and copies of what each rank of this process keeps: for a checkpoint."""
+        kept = [[{name: line.copy() for name, line in one.items()} for one in each] for each in self._kept]
+        return {"steps": self.steps, "learning_rate": self.learning_rate, "kept": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; on all ranks, of which there may be more or fewer processes than then.
+
+        The next step checks that it fits the layers.
+
+        Raises
+        ------
+        UsageError
+            It is no state of such an optimiser. Nothing has changed.
+        """
+        try:
+            steps, learning_rate = int(state["steps"]), float(state["learning_rate"])
+            kept = [
+                [{name: one[name].copy() for name in self.names} for one in each] for each in state["kept"]
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"this is no state of {type(self).__name__} ({type(error).__name__}: {error}); "
+                "give what its state_dict returned"
+            ) from error
+        self.steps, self.learning_rate, self._kept, self._layers = steps, learning_rate, kept, None
+
+    @abstractmethod
+    def _settings(self) -> str:
+        """What must be the same on all ranks."""
+
+    @abstractmethod
+    def _update(self, layer: LayerLines) -> Array:
+        """What is measured beside the weights; what is kept of moments has then taken the gradient in."""
+
+    @abstractmethod
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        """The rate of a layer, from norms."""
+
+    @abstractmethod
+    def _move(self, layer: LayerLines, update: Array, speed: float) -> None:
+        """Move a layer by its rate times the learning rate."""
+
+    def _begin(self, layers: list[Layout]) -> None:
+        """Agree with all ranks on layers and settings, share the layers out, and make what is kept for them."""
+        first = layers[0]
+        for found in layers[1:]:
+            if found != first:
+                raise UsageError(
+                    f"ranks differ in their layers: {layout_difference(found, first)}; give all the same"
+                )
+        decays = self.weight_decay
+        decays = [float(decays)] * len(first) if isinstance(decays, int | float) else [*map(float, decays)]
+        if len(decays) != len(first):
+            raise UsageError(
+                f"there are {len(decays)} weight decays for {len(first)} layers; give one for each"
+            )
+        missing = [layer for layer in sorted(self.excluded) if not 0 <= layer < len(first)]
+        if missing:
+            raise UsageError(
+                f"layer {missing[0]} is excluded, and there are {len(first)}; name those that exist"
+            )
+        lines = [(math.prod(shape), working_dtype(dtype)) for shape, dtype in first]
+        kept = self._kept or [
+            [{name: np.zeros(size, dtype) for name in self.names} for size, dtype in lines] for _ in layers
+        ]
+        check_state(kept, lines, ranks=len(layers))
+        rated = [layer for layer in range(len(first)) if layer not in self.excluded]
+        parallel = None
+        if self.communicator is not None:
+            about = f"{type(self).__name__} {self._settings()} {decays} {rated} {[str(dtype) for _, dtype in first]}"
+            parallel = ParallelRates(self.communicator, [lines[layer][0] for layer in rated], about=about)
+        self._layers, self._decays, self._kept = first, decays, kept
+        self._rated, self._parallel = rated, parallel
+
+    def _alone(self, weights: Sequence[Array], gradients: Sequence[Array]) -> None:
+        """Each layer is measured and moved at once."""
+        rated = frozenset(self._rated)
+        for layer in range(len(weights)):
+            one = self._layer(0, (weights, gradients), layer)
+            update = self._update(one)
+            rate = self._rate(norm(one.weights), norm(update), one.decay) if layer in rated else 1.0
+            self._finish(one, update, rate, weights[layer])
+
+    def _together(self, replicas: list[Replica], parallel: ParallelRates) -> None:
+        """Owners keep the updates of their layers until the rates are there; others compute them as they move."""
+        comm = parallel.communicator
+        updates: list[dict[int, Array]] = [{} for _ in replicas]
+        rates: list[list[float]] = [[] for _ in replicas]
+        for number, (rank, replica) in enumerate(zip(comm.ranks, replicas, strict=True)):
+            for place in parallel.owned(rank):
+                one = self._layer(number, replica, self._rated[place])
+                updates[number][self._rated[place]] = update = self._update(one)
+                rates[number].append(self._rate(norm(one.weights), norm(update), one.decay))
+        gathered = [parallel.gather(rates[0])] if comm.one_rank else parallel.gather(rates)
+        for number, (replica, found) in enumerate(zip(replicas, gathered, strict=True)):
+            rate_of = dict(zip(self._rated, found.tolist(), strict=True))
+            for layer, weights in enumerate(replica[0]):
+                one = self._layer(number, replica, layer)
+                kept = updates[number].pop(layer, None)
+                update = self._update(one) if kept is None else kept
+                self._finish(one, update, rate_of.get(layer, 1.0), weights)
+
+    def _layer(self, number: int, replica: Replica, layer: int) -> LayerLines:
+        """A layer of one of this process's ranks."""
+        weights, gradients = replica
+        kept = self._kept[number][layer]
+        dtype = kept[self.names[0]].dtype
+        return LayerLines(
+            weights[layer].reshape(-1).astype(dtype, copy=False),
+            np.ascontiguousarray(gradients[layer], dtype).reshape(-1),
+            kept,
+            self._decays[layer],
+        )
+
+    def _finish(self, layer: LayerLines, update: Array, rate: float, weights: Array) -> None:
+        """Move a layer, and round it to what the caller's weights are."""
+        # a float of Python's: one of numpy would widen the arithmetic of float32 layers
+        self._move(layer, update, rate * float(self.learning_rate))
+        if weights.dtype != layer.weights.dtype:
+            weights.reshape(-1)[:] = layer.weights
+
+
+class Lars(ArrayLayerOptimizer):
+    """Moves each layer by a rate of `lars_rate`.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, excluded, communicator
+        As in `ArrayLayerOptimizer`.
+    momentum : float
+    coefficient : float
+        How far a layer trusts its gradient.
+
+    Examples
+    --------
+    The rate is 0.01 x 5 / 0.5 = 0.1.
+
+    >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
+    >>> Lars(2.0, momentum=0.9, coefficient=0.01).step([weights], [gradient])
+    >>> weights.round(12).tolist()
+    [2.94, 3.92]
+    """
+
+    names = ("velocity",)
+
+    def __init__(
+        self,
+        learning_rate: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float | Sequence[float] = 0.0,
+        coefficient: float = 0.001,
+        excluded: Collection[int] = (),
+        communicator: Communicator | GradientAveraging | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            excluded=excluded,
+            communicator=communicator,
+        )
+        if not 0 <= momentum < 1:
+            raise UsageError(f"a momentum of {momentum} is not in [0, 1); give for example 0.9")
+        if not coefficient > 0:
+            raise UsageError(f"a coefficient of {coefficient} moves nothing; give for example 0.001")
+        self.momentum = float(momentum)
+        self.coefficient = float(coefficient)
+
+    def _settings(self) -> str:
+        return f"momentum {self.momentum!r}, coefficient {self.coefficient!r}"
+
+    def _update(self, layer: LayerLines) -> Array:
+        return layer.gradient
+
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        return lars_rate(weight_norm, update_norm, coefficient=self.coefficient, weight_decay=decay)
+
+    def _move(self, layer: LayerLines, update: Array, speed: float) -> None:
+        for weights, gradient, velocity in _blocks(layer.weights, update, layer.kept["velocity"]):
+            step = weights * layer.decay
+            step += gradient
+            step *= speed
+            velocity *= self.momentum
+            velocity += step
+            weights -= velocity
+
+
+class Lamb(ArrayLayerOptimizer):
+    """Moves each layer by a rate of `lamb_rate`.
+
+    Owners keep the updates of their layers until the rates are gathered: memory for a share of the weights.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, excluded, communicator
+        As in `ArrayLayerOptimizer`.
+    betas : (float, float)
+        b1 and b2.
+    epsilon : float
+
+    Examples
+    --------
+    The first direction of Adam is (1, 1), of length sqrt(2), and the rate is 5 / sqrt(2).
+
+    >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
+    >>> Lamb(0.1, epsilon=1e-12).step([weights], [gradient])
+    >>> weights.round(6).tolist()
+    [2.646447, 3.646447]
+    """
+
+    names = ("first", "second")
+
+    def __init__(
+        self,
+        learning_rate: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-6,
+        weight_decay: float | Sequence[float] = 0.0,
+        excluded: Collection[int] = (),
+        communicator: Communicator | GradientAveraging | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            excluded=excluded,
+            communicator=communicator,
+        )
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise UsageError(f"a beta of {beta} is not in [0, 1); give for example 0.9 and 0.999")
+        if not epsilon > 0:
+            raise UsageError(f"an epsilon of {epsilon} divides by zero; give for example 1e-6")
+        self.betas = (float(betas[0]), float(betas[1]))
+        self.epsilon = float(epsilon)
+
+    def _settings(self) -> str:
+        return f"betas {self.betas!r}, epsilon {self.epsilon!r}"
+
+    def _update(self, layer: LayerLines) -> Array:
+        b1, b2 = self.betas
+        unbiased = 1 / (1 - b1**self.steps), 1 / math.sqrt(1 - b2**self.steps)
+        whole = np.empty_like(layer.weights)
+        lines = layer.weights, layer.gradient, layer.kept["first"], layer.kept["second"], whole
+        for weights, gradient, first, second, update in _blocks(*lines):
+            first *= b1
+            first += (1 - b1) * gradient
+            second *= b2
+            second += (1 - b2) * gradient * gradient
+            scale = np.sqrt(second)
+            scale *= unbiased[1]
+            scale += self.epsilon
+            np.divide(first, scale, out=update)
+            update *= unbiased[0]
+            if layer.decay:
+                update += layer.decay * weights
+        return whole
+
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        return lamb_rate(weight_norm, update_norm)
+
+    def _move(self, layer: LayerLines, update: Array, speed: float) -> None:
+        for weights, step in _blocks(layer.weights, update):
+            weights -= step * speed
+
+
+def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
+    """Lines of one length, piece by piece."""
+    for start in range(0, lines[0].size, BLOCK):
+        yield tuple(line[start : start + BLOCK] for line in lines)

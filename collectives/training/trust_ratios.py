@@ -1,0 +1,392 @@
+"""Compute the rates of layers for LARS and LAMB from norms, each by its owner, and gather them.
+
+LARS: Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", 2017, equation 6.
+LAMB: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, algorithm 2
+with the identity as its phi. A norm of 0 gives rate 1: a layer that starts at zero would never leave it otherwise.
+
+Every 256th element goes to the same of 256 float64 sums, added up in order: the same bits with any number of threads.
+With u = 2**-53, a sum of n squares is off by at most (n / 256 + 512) u of itself, and u more for squares of float64:
+1e-9 for 2**31 elements. Squares of float64 numbers beyond 1e154 overflow.
+
+Owners (S. Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021,
+section 3.3) hand out one float64 for each layer. Layers go longest first to the rank with least to do (R. L. Graham,
+"Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17(2), 1969): the busiest of m ranks
+has at most 4/3 - 1/(3m) times the best. Lower bounds: the mean, the costliest layer, two layers that share a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.communicator.communicator import Communicator
+from collectives.tables.compiled import compiled
+from collectives.training.modes import BSP, Mode
+from topoplan.errors import UsageError
+
+Rates = NDArray[np.float64]
+
+CALL = 10_000
+"""Elements that take as long as what comes with each layer, whatever its size: the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Owners of layers, with what shows how good they are.
+
+    Parameters
+    ----------
+    owners : tuple of int
+        The rank of each layer.
+    loads : tuple of int
+        Sum of the costs of each rank's layers.
+    lower_bound : int
+        No assignment has a smaller makespan.
+    """
+
+    owners: tuple[int, ...]
+    loads: tuple[int, ...]
+    lower_bound: int
+
+    @property
+    def makespan(self) -> int:
+        """Load of the busiest rank."""
+        return max(self.loads)
+
+    @property
+    def guarantee(self) -> Fraction:
+        """The makespan is at most this many times the smallest one that is possible: 4/3 - 1/(3m)."""
+        return Fraction(4, 3) - Fraction(1, 3 * len(self.loads))
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """The layers of a rank, ascending."""
+        return tuple(layer for layer, owner in enumerate(self.owners) if owner == rank)
+
+
+def assign_layers(costs: Sequence[int], ranks: int) -> Assignment:
+    """Share layers out among ranks, longest first.
+
+    Of equally costly layers the earlier one comes first, of equally busy ranks the lower one is chosen.
+
+    Parameters
+    ----------
+    costs : sequence of int
+        Of each layer: its elements, or whatever its work is proportional to; zero or more.
+    ranks : int
+
+    Returns
+    -------
+    Assignment
+        In O(n log n + n log m) for n layers and m ranks.
+
+    Raises
+    ------
+    UsageError
+        A cost is negative, or there is no rank.
+
+    Examples
+    --------
+    Graham's worst case for two ranks: the best is 6 (3 + 3 and 2 + 2 + 2), and 7/6 of that is the guarantee.
+
+    >>> assignment = assign_layers([3, 3, 2, 2, 2], 2)
+    >>> assignment.owners, assignment.loads, assignment.makespan
+    ((0, 1, 0, 1, 0), (7, 5), 7)
+    >>> assignment.lower_bound, str(assignment.guarantee)
+    (6, '7/6')
+    """
+    if ranks < 1:
+        raise UsageError(f"layers cannot be shared out among {ranks} ranks; give at least 1")
+    for layer, cost in enumerate(costs):
+        if cost < 0:
+            raise UsageError(
+                f"layer {layer} has cost {cost}; costs are zero or more, for example its elements"
+            )
+    longest = sorted(range(len(costs)), key=lambda layer: (-costs[layer], layer))
+    owners = [0] * len(costs)
+    loads = [0] * ranks
+    idle = [(0, rank) for rank in range(ranks)]
+    for layer in longest:
+        load, rank = heapq.heappop(idle)
+        owners[layer] = rank
+        loads[rank] = load + costs[layer]
+        heapq.heappush(idle, (loads[rank], rank))
+    sorted_costs = [costs[layer] for layer in longest]
+    return Assignment(tuple(owners), tuple(loads), _lower_bound(sorted_costs, ranks))
+
+
+@runtime_checkable
+class GradientAveraging(Protocol):
+    """What averages gradients, and has a communicator for it: a `HookState`, a `GradientSynchronizer`."""
+
+    @property
+    def mode(self) -> Mode:
+        """How far ranks may be apart."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """None where gradients are averaged without one."""
+
+
+def sharing_communicator(given: Communicator | GradientAveraging | None) -> Communicator | None:
+    """The communicator whose ranks share norms: the given one, or that by which gradients are averaged.
+
+    Raises
+    ------
+    UsageError
+        It has no communicator, or its ranks are not in step, so that their parameters and norms differ.
+    """
+    if given is None or isinstance(given, Communicator):
+        return given
+    if not isinstance(given, GradientAveraging):
+        raise UsageError(
+            f"a {type(given).__name__} has no ranks that share norms; give a Communicator, a HookState or a "
+            "GradientSynchronizer, or leave communicator out"
+        )
+    if not isinstance(given.mode, BSP):
+        raise UsageError(
+            f"ranks in mode {given.mode} have parameters of their own, and so have their norms; leave communicator out"
+        )
+    return given.communicator
+
+
+class ParallelRates:
+    """Gathers what owners have computed for their layers.
+
+    All ranks make it together, and compare what they mean before anything else moves.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of any back end.
+    sizes : sequence of int
+        Elements of each layer.
+    about : str
+        Whatever else must be the same on all ranks, such as the settings of an optimiser.
+
+    Attributes
+    ----------
+    assignment : Assignment
+        Owners, balanced by elements and calls.
+
+    Raises
+    ------
+    UsageError
+        The ranks differ in layers or in ``about``; on every rank, with the names of two.
+    BackendError
+        Another rank failed.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=(0, 1))
+    >>> with Communicator(plan) as comm:
+    ...     parallel = ParallelRates(comm, [500, 90_000, 70_000])
+    ...     owned = [parallel.owned(rank) for rank in comm.ranks]
+    ...     rates = parallel.gather([[0.25 * layer for layer in layers] for layers in owned])
+    >>> owned, rates[0].tolist()
+    ([(1,), (0, 2)], [0.0, 0.25, 0.5])
+    """
+
+    def __init__(self, communicator: Communicator, sizes: Sequence[int], *, about: str = "") -> None:
+        self.communicator = communicator
+        self.assignment = assign_layers([size + CALL for size in sizes], communicator.size)
+        self._agree(sizes, about)
+        owned = [self.owned(rank) for rank in range(communicator.size)]
+        self._width = max(map(len, owned))
+        self._places = np.empty(len(sizes), np.int64)
+        for rank, layers in enumerate(owned):
+            self._places[list(layers)] = rank * self._width + np.arange(len(layers))
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """The layers whose rates a rank computes, ascending."""
+        return self.assignment.owned(rank)
+
+    def gather(self, rates: Any) -> Any:
+        """Make the rates of all layers known to all ranks.
+
+        Parameters
+        ----------
+        rates : sequence of float, or with several ranks in this process a list of one for each
+            Of the layers that the rank owns, in the order of `owned`.
+
+        Returns
+        -------
+        (layers,) float64 array, or a list of one for each rank of this process
+            Bit-identical on all ranks; NaN goes through.
+
+        Raises
+        ------
+        UsageError
+            There are more or fewer rates than layers, or one is negative.
+        BackendError
+            Another rank failed, or gathers something else.
+        """
+        comm = self.communicator
+        listed = [rates] if comm.one_rank else rates
+        if len(listed) != len(comm.ranks):
+            raise UsageError(f"{len(listed)} lists of rates are not one for each of {len(comm.ranks)} ranks")
+        rows = [self._row(rank, own) for rank, own in zip(comm.ranks, listed, strict=True)]
+        if not self._width:
+            whole = [np.empty(0) for _ in rows]
+        else:
+            whole = [table[self._places] for table in _gathered(comm, rows)]
+        return whole[0] if comm.one_rank else whole
+
+    def _row(self, rank: int, rates: Sequence[float]) -> Rates:
+        """A rank's rates, and zeros behind them where others own more layers."""
+        layers = self.owned(rank)
+        if len(rates) != len(layers):
+            raise UsageError(
+                f"rank {rank} has {len(rates)} rates for {len(layers)} layers; give one for each"
+            )
+        row = np.zeros(self._width)
+        row[: len(layers)] = rates
+        if (row < 0).any():
+            wrong = int(np.argmax(row < 0))
+            raise UsageError(
+                f"layer {layers[wrong]} has rate {row[wrong]}, which would climb; rates are zero or more"
+            )
+        return row
+
+    def _agree(self, sizes: Sequence[int], about: str) -> None:
+        """Compare layers and settings with all ranks."""
+        comm = self.communicator
+        digest = hashlib.sha256(f"{list(sizes)} {about}".encode()).hexdigest()
+        told = [json.loads(text) for text in comm.gather_texts(json.dumps([len(sizes), sum(sizes), digest]))]
+        for rank in range(1, comm.size):
+            if told[rank] != told[0]:
+                layers, elements = (f"{told[rank][i]} instead of {told[0][i]}" for i in (0, 1))
+                raise UsageError(
+                    f"rank {rank} and rank 0 do not mean the same layers: {layers} layers, {elements} elements, "
+                    "or other sizes or settings; give all ranks the same"
+                )
+
+
+def _gathered(comm: Communicator, rows: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Rows of all ranks one after another, for each rank of this process."""
+    given = [comm.arrays.of(row) for row in rows]
+    results = [comm.all_gather(given[0])] if comm.one_rank else comm.all_gather(given)
+    return [comm.arrays.values(result) for result in results]
+
+
+def _lower_bound(costs: Sequence[int], ranks: int) -> int:
+    """Of the makespan, from costs in descending order: of the ranks + 1 costliest layers two share a rank."""
+    mean = -(-sum(costs) // ranks)
+    two = costs[ranks - 1] + costs[ranks] if len(costs) > ranks else 0
+    return max(mean, two, *costs[:1])
+
+
+LANES = 256
+"""Sums that are added to in turn: enough of them for the widest vector registers, few enough for the nearest cache."""
+
+
+def lars_rate(
+    weight_norm: float, gradient_norm: float, *, coefficient: float = 0.001, weight_decay: float = 0.0
+) -> float:
+    """The rate of a layer by LARS: ``coefficient |w| / (|g| + weight_decay |w|)``.
+
+    Parameters
+    ----------
+    weight_norm, gradient_norm : float
+        Of the layer's weights w and of its gradient g.
+    coefficient : float
+        How far a layer trusts its gradient: eta in the paper.
+    weight_decay : float
+        beta in the paper.
+
+    Returns
+    -------
+    float
+        To be multiplied with the learning rate of all layers.
+
+    Examples
+    --------
+    >>> lars_rate(10.0, 4.0, coefficient=0.5, weight_decay=0.1)
+    1.0
+    >>> lars_rate(0.0, 4.0)
+    1.0
+    """
+    if weight_norm == 0 or gradient_norm == 0:
+        return 1.0
+    return coefficient * weight_norm / (gradient_norm + weight_decay * weight_norm)
+
+
+def lamb_rate(weight_norm: float, update_norm: float) -> float:
+    """The rate of a layer by LAMB: ``|w| / |u|``.
+
+    Parameters
+    ----------
+    weight_norm, update_norm : float
+        Of the layer's weights w and of its update u: Adam's direction and the weight decay.
+
+    Returns
+    -------
+    float
+        To be multiplied with the learning rate of all layers.
+
+    Examples
+    --------
+    >>> lamb_rate(3.0, 4.0), lamb_rate(3.0, 0.0)
+    (0.75, 1.0)
+    """
+    if weight_norm == 0 or update_norm == 0:
+        return 1.0
+    return weight_norm / update_norm
+
+
+def norm(array: NDArray[Any]) -> float:
+    """The Euclidean length of an array.
+
+    Parameters
+    ----------
+    array : float16, float32 or float64 array of any shape
+        Contiguous, or it is copied.
+
+    Returns
+    -------
+    float
+        0 of an empty one, NaN where it holds NaN.
+
+    Raises
+    ------
+    UsageError
+        It has another dtype.
+
+    Examples
+    --------
+    >>> norm(np.array([[3, 0], [0, 4]], np.float16))
+    5.0
+    """
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8 or not array.dtype.isnative:
+        raise UsageError(
+            f"a layer of dtype {array.dtype} has no norm here; use float16, float32 or float64 arrays"
+        )
+    line = array.reshape(-1)
+    return math.sqrt(_sum_of_squares(line.astype(np.float32) if line.dtype == np.float16 else line))
+
+
+@compiled
+def _sum_of_squares(line: NDArray[Any]) -> Any:
+    """Of a float32 or float64 line."""
+    sums = np.zeros(LANES)
+    whole = line.size - line.size % LANES
+    for start in range(0, whole, LANES):
+        for lane in range(LANES):
+            value = np.float64(line[start + lane])
+            sums[lane] += value * value
+    total = 0.0
+    for i in range(whole, line.size):
+        value = np.float64(line[i])
+        total += value * value
+    for lane in range(LANES):
+        total += sums[lane]
+    return total

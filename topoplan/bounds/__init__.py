@@ -1,1 +1,0 @@
-"""Upper bounds on the rate of a collective: maximum flows, cuts, partitions, flows of quotients."""

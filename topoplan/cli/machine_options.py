@@ -1,0 +1,349 @@
+"""Read the options that change a machine: ``--servers`` and its network, ``--overlay``, faults.
+
+``--servers`` and related options make a cluster of a named machine. ``--without-link``, ``--slow-link``,
+``--without-gpu`` and ``--without-device`` degrade it. GPU numbers on the command line and in tables are always those of
+the whole machine, so a GPU keeps its number when another one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from topoplan.cli.arguments import (
+    OneLineParser,
+    bandwidth,
+    bandwidth_reader,
+    first_set_option,
+    gpu_list,
+    number,
+    whole_number,
+)
+from topoplan.errors import UsageError
+from topoplan.machine.cluster import TRANSPORTS, cluster
+from topoplan.machine.cluster_network import NETWORKS, Server
+from topoplan.machine.named_nodes import domain
+from topoplan.machine.nic_wiring import NIC_ACCESS
+from topoplan.machine.topology import Topology
+from topoplan.machine.variants import (
+    IN_NETWORK_CHOICES,
+    find_devices,
+    find_links,
+    remaining_gpus,
+    slow_links,
+    without_devices,
+    without_gpus,
+    without_links,
+)
+from topoplan.operate.diagnosis import machine_warnings
+
+NETWORK_OPTIONS = (
+    "nic_gbps",
+    "nics",
+    "network",
+    "rails",
+    "oversubscription",
+    "leaf_size",
+    "nic_access",
+    "helpers",
+    "transport",
+    "flow_gbps",
+)
+
+CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
+"""All of them, as argparse stores them; None where an option was not given."""
+
+
+_count = whole_number(1, 10**15 - 1, "whole number of 1 or more")
+
+
+def _nic_choice(text: str) -> int | str:
+    return _count(text) if text.isdigit() else text
+
+
+def add_cluster_options(parser: OneLineParser) -> None:
+    """Servers, NICs and network."""
+    group = parser.add_argument_group("a cluster", "so many servers of TOPO, joined by a network")
+    group.add_argument(
+        "--servers",
+        type=_count,
+        metavar="N",
+        help="servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)",
+    )
+    group.add_argument(
+        "--domain",
+        type=_count,
+        metavar="N",
+        help="cut the NVLink domain of TOPO into domains of N GPUs, each of them a server of the cluster",
+    )
+    group.add_argument(
+        "--nic-gbps",
+        type=bandwidth_reader("Gb/s"),
+        metavar="Gb/s",
+        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: what its NICs state)",
+    )
+    group.add_argument(
+        "--nics",
+        type=_nic_choice,
+        metavar="NAME,…|^NAME|K",
+        help="NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others; =mlx5_1 exactly), "
+        "or how many (default: those that NCCL takes, the nearest of each GPU)",
+    )
+    group.add_argument("--network", metavar="KIND", help=f"{', '.join(NETWORKS)} (default: {NETWORKS[0]})")
+    group.add_argument(
+        "--rails",
+        type=_count,
+        metavar="R",
+        help="with rail-optimised, NIC i is on rail i mod R (default: a rail for each NIC)",
+    )
+    group.add_argument(
+        "--oversubscription",
+        type=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
+        metavar="F",
+        help="downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not joined)",
+    )
+    group.add_argument(
+        "--leaf-size", type=_count, metavar="L", help="with fat-tree, servers on each leaf switch"
+    )
+    group.add_argument(
+        "--nic-access",
+        metavar="HOW",
+        help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
+        f"(default: {NIC_ACCESS[0]})",
+    )
+    group.add_argument(
+        "--helpers",
+        type=_count,
+        metavar="K",
+        help="machines without GPUs on the network that add and copy, with NICs as the servers have (default: none)",
+    )
+    group.add_argument(
+        "--transport",
+        choices=tuple(TRANSPORTS),
+        metavar="HOW",
+        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of what carries messages "
+        "between servers (default: the whole wire)",
+    )
+    group.add_argument(
+        "--flow-gbps",
+        type=bandwidth_reader("Gb/s"),
+        metavar="Gb/s",
+        help="most Gb/s that one connection gets of a NIC, as clouds cap it: the plan says how many it needs",
+    )
+
+
+def add_in_network(parser: OneLineParser) -> None:
+    """Which switches copy and add."""
+    parser.add_argument(
+        "--in-network",
+        choices=tuple(IN_NETWORK_CHOICES),
+        metavar="WHICH",
+        help=f"{', '.join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the machine's file says)",
+    )
+
+
+def apply_cluster_options(
+    options: argparse.Namespace, machine: Topology, *, gpus: tuple[int, ...] | None = None
+) -> Topology:
+    """The machine, or the cluster of it that the options ask for.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    machine : Topology
+        One server.
+    gpus : tuple of int or None
+        The GPUs of the cluster that will be used, for which NICs are chosen; all GPUs are there in any case.
+
+    Raises
+    ------
+    UsageError
+        An option that does not go with the others, or as `topoplan.clusters.cluster`.
+    """
+    servers = options.servers
+    if options.domain is not None:
+        count = len(machine.gpus) // options.domain
+        machine = domain(machine, options.domain)
+        servers = count * (servers or 1) if count > 1 else servers
+    if servers is None:
+        given = first_set_option(options, dict.fromkeys(NETWORK_OPTIONS))
+        if given:
+            raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
+        return machine
+    stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
+    if options.nic_gbps is None and not stated:
+        needs = "--servers" if options.domain is None else "--domain"
+        raise UsageError(f"{needs} needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
+    return cluster(
+        _servers(machine, servers, gpus or ()),
+        nic_gbps=options.nic_gbps,
+        nics=options.nics,
+        network=options.network or NETWORKS[0],
+        rails=options.rails,
+        oversubscription=options.oversubscription,
+        leaf_size=options.leaf_size,
+        nic_access=options.nic_access or NIC_ACCESS[0],
+        helpers=options.helpers,
+        transport=options.transport,
+        flow_gbps=options.flow_gbps,
+        name=f"{servers} x {machine.name}",
+    )
+
+
+def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]:
+    """So many servers, those with GPUs that are used apart from those without."""
+    size = len(machine.select(None))
+    used: dict[int, list[int]] = {}
+    for gpu in sorted(set(gpus)):
+        # What is out of range is refused where the allocation is checked.
+        if gpu < size * count:
+            used.setdefault(gpu // size, []).append(gpu % size)
+    servers: list[Server] = []
+    following = 0
+    for server, local in used.items():
+        servers += [Server(machine, count=server - following)] if server > following else []
+        servers.append(Server(machine, served=local))
+        following = server + 1
+    return [*servers, Server(machine, count=count - following)] if count > following else servers
+
+
+FAULT_OPTIONS = ("overlay", "without_link", "slow_link", "without_gpu", "without_device")
+"""All of them, as argparse stores them; None where an option was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedMachine:
+    """A machine as the options ask for it.
+
+    Parameters
+    ----------
+    whole : Topology
+        Links and devices are taken out or slowed, but all GPUs are there, under their numbers.
+    left : tuple of int
+        The GPUs that are not taken out.
+    described : Topology or None
+        The machine as its description has it, before it became a cluster or broke on request.
+    """
+
+    whole: Topology
+    left: tuple[int, ...]
+    described: Topology | None = None
+
+    def warnings(self, gpus: tuple[int, ...] | None) -> tuple[str, ...]:
+        """What is amiss in the description, as far as it hurts an allocation; not what was broken on request."""
+        machine = self.whole if self.described is None else self.described
+        apart = gpus is None or machine.gpus != self.whole.gpus
+        return machine_warnings(machine, gpus=None if apart else [machine.gpus[gpu] for gpu in gpus or ()])
+
+    @property
+    def topology(self) -> Topology:
+        """Without the GPUs that are taken out."""
+        return self.whole.subset(self.left) if self.whole.gpus else self.whole
+
+    def allocation(self, gpus: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The GPUs that were asked for, or all that are left.
+
+        Raises
+        ------
+        UsageError
+            One of them is taken out, or not there.
+        """
+        if gpus is None:
+            return None if len(self.left) == len(self.whole.gpus) else self.left
+        for gpu in self.whole.select(gpus):
+            if gpu not in self.left:
+                raise UsageError(
+                    f"GPU {gpu} is named by --gpus and by --without-gpu; leave it out of one of them"
+                )
+        return gpus
+
+
+def add_fault_options(parser: OneLineParser) -> None:
+    """What is broken."""
+    group = parser.add_argument_group("a broken machine", "each may be given several times")
+    group.add_argument(
+        "--overlay",
+        action="append",
+        metavar="FILE",
+        help="nvidia-smi nvlink -s and -R listings of this machine, whose dead links are taken out and slow ones "
+        "slowed; with --servers they hold for every server",
+    )
+    group.add_argument(
+        "--without-link",
+        action="append",
+        metavar="A-B",
+        help="take out the links between two devices, such as gpu0-gpu3, or 'gpu0->gpu3' for one direction",
+    )
+    group.add_argument(
+        "--slow-link",
+        action="append",
+        type=_speed,
+        metavar="A-B=GB/s",
+        help="links that are slower than they should be, GB/s per direction, such as gpu1-gpu2=12.5",
+    )
+    group.add_argument(
+        "--without-gpu",
+        action="append",
+        type=gpu_list,
+        metavar="LIST",
+        help="take out GPUs by number; the others keep their numbers",
+    )
+    group.add_argument(
+        "--without-device", action="append", metavar="NAME", help="take out a switch or NIC by name"
+    )
+
+
+def apply_overlay(options: argparse.Namespace, topology: Topology) -> Topology:
+    """The machine as the listings of its NVLinks say it is; errors as `topoplan.overlay`."""
+    listings: list[str] = options.overlay or []
+    if not listings:
+        return topology
+    # Few runs have one, and none should wait for its reader.
+    from topoplan.reading.nvlink_overlay import overlay
+
+    return overlay(topology, *listings)
+
+
+def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
+    """Apply the options to a machine.
+
+    Raises
+    ------
+    UsageError
+        They name what is not there, or contradict each other.
+    """
+    cut: list[str] = options.without_link or []
+    gone: list[str] = options.without_device or []
+    gpus = sorted({gpu for numbers in options.without_gpu or [] for gpu in numbers})
+    speeds: dict[str, float] = {}
+    for wire, speed in options.slow_link or []:
+        if speeds.setdefault(wire, speed) != speed:
+            raise UsageError(
+                f"--slow-link gives {wire} two speeds, {speeds[wire]:g} and {speed:g}; leave one out"
+            )
+    left = remaining_gpus(topology, gpus) if gpus else tuple(range(len(topology.gpus)))
+    names = topology.gpus
+    out = {name: f"--without-gpu {gpu}" for gpu in gpus for name in [names[gpu]]}
+    out |= {device: f"--without-device {name}" for name in gone for device in find_devices(topology, name)}
+    dead = {ends: f"--without-link {wire}" for wire in cut for ends in find_links(topology, wire)}
+    for wire in speeds:
+        for ends in sorted(find_links(topology, wire)):
+            other = dead.get(ends) or out.get(ends[0]) or out.get(ends[1])
+            if other:
+                raise UsageError(
+                    f"--slow-link {wire} is a link that {other} takes out; leave one of them out"
+                )
+    whole = without_devices(without_links(slow_links(topology, speeds), cut), gone)
+    if gpus:
+        # The GPUs stay in place, or the numbers of the others would change; only the note is taken.
+        whole = replace(whole, notes=without_gpus(whole, gpus).notes)
+    return RequestedMachine(whole, left)
+
+
+def _speed(text: str) -> tuple[str, float]:
+    wire, equals, number = text.rpartition("=")
+    if not equals or not wire:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no link with its speed, such as gpu1-gpu2=12.5")
+    return wire, bandwidth(number)

@@ -1,0 +1,501 @@
+"""Run the program of an engine file on exact integers, thread blocks interleaved at random by a seed.
+
+A program has ranks, buffers counted in cells (the smallest piece that an instruction moves) and instructions of thread
+blocks; all engines share this form. Nothing is shared with the writers of such files.
+
+Each input cell is a random 64-bit number and sums wrap around, so a wrong sum is right with probability 2^-64. The seed
+draws what hardware leaves open: the next block (uniform, or by priorities that starve some blocks), the start of each
+kernel, the delay of port-channel proxies, and the end of a thread's part: a move may be late and a wait unfinished
+until the block's next ``Sync``. Moves read first and write later. A rank's input and output belong to its caller before
+its kernel begins and after it ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Generator, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+
+Address = tuple[int, str]
+"""A rank and a buffer of it: ``i`` input, ``o`` output, ``s`` scratch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellRegion:
+    """Cells of a buffer."""
+
+    rank: int
+    buffer: str
+    start: int
+    size: int
+
+    def turn(self, number: int, unit: int) -> CellRegion:
+        """What a turn of a loop moves of it."""
+        begin = min(number * unit, self.size)
+        return replace(self, start=self.start + begin, size=min(unit, self.size - begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """A connection between two ranks: what is written first is read first, and it holds so much and no more."""
+
+    number: int
+
+    def turn(self, number: int, unit: int) -> Fifo:
+        """The same in every turn of a loop."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """All threads of the block arrive before any goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """So many blocks of the rank arrive before any goes on."""
+
+    number: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Add one to each of some counters, each by a thread of its own."""
+
+    counters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Take one from each of some counters when it is there, each by a thread of its own."""
+
+    counters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Add up what is read, element by element, and write the sum to each of some regions.
+
+    Parameters
+    ----------
+    reads, writes : tuple of Region or Fifo
+    waits : tuple of bool
+        For each read whether its elements say themselves when they are there, as packets do.
+    marks : tuple of bool
+        For each write whether elements are written as packets.
+    by_switch : bool
+        Whether a switch reads for it, adds or copies.
+    """
+
+    reads: tuple[CellRegion | Fifo, ...]
+    writes: tuple[CellRegion | Fifo, ...]
+    waits: tuple[bool, ...] = ()
+    marks: tuple[bool, ...] = ()
+    by_switch: bool = False
+
+    def turn(self, number: int, unit: int) -> Move:
+        """As `CellRegion.turn`."""
+        return replace(
+            self,
+            reads=tuple(place.turn(number, unit) for place in self.reads),
+            writes=tuple(place.turn(number, unit) for place in self.writes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Hand a move or a signal to the proxy of a channel, which does what it is handed one after another, later.
+
+    The thread of this number does it.
+    """
+
+    channel: int
+    thread: int
+    what: Move | Signal
+
+    def turn(self, number: int, unit: int) -> Post:
+        """As `CellRegion.turn`."""
+        return replace(self, what=self.what.turn(number, unit)) if isinstance(self.what, Move) else self
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Wait until the proxies of some channels have done all that they were handed."""
+
+    channels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Turns over units of what the instructions in it move."""
+
+    turns: int
+    unit: int
+    body: tuple[tuple[PlainInstruction, str], ...]
+
+
+PlainInstruction = Sync | Barrier | Signal | Wait | Move | Post | Flush
+Instruction = PlainInstruction | Loop
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBlock:
+    """A thread block of a rank: instructions, each with its place in the file, in words."""
+
+    rank: int
+    instructions: tuple[tuple[Instruction, str], ...]
+
+    def unrolled(self) -> Iterator[tuple[PlainInstruction, str]]:
+        """The instructions as they run, loops turn by turn."""
+        for instruction, where in self.instructions:
+            if not isinstance(instruction, Loop):
+                yield instruction, where
+                continue
+            for number in range(instruction.turns):
+                for inner, place in instruction.body:
+                    if isinstance(inner, Move | Post):
+                        yield inner.turn(number, instruction.unit), place
+                    else:
+                        yield inner, place
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgram:
+    """A whole plan.
+
+    Parameters
+    ----------
+    collective : str
+        allreduce, allgather, reduce_scatter, alltoall, broadcast, sendrecv.
+    ranks : int
+    sizes : dict from (rank, buffer) to int
+        Cells.
+    aliases : dict from (rank, buffer) to (buffer, int)
+        Buffers that are part of another of their rank, and where they begin in it.
+    blocks : tuple of Block
+    counters : dict from int to (int, str)
+        What each counter holds at first, and its name.
+    proxies : tuple of int
+        Channels that `Post` names.
+    fifos : dict from int to (int, int)
+        Of each connection the rank that it leads to, and how many moves it holds.
+    """
+
+    collective: str
+    ranks: int
+    sizes: dict[Address, int]
+    aliases: dict[Address, tuple[str, int]]
+    blocks: tuple[ProgramBlock, ...]
+    counters: dict[int, tuple[int, str]]
+    proxies: tuple[int, ...] = ()
+    fifos: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+CellNumbers = NDArray[np.uint64]
+_Steps = Generator[tuple[Hashable, str] | None, None, None]
+"""A coroutine: yields what it waits for to change and where it stands, or None where it only lets others go first."""
+
+_PLAIN, _PACKET = 1, 2
+
+MAX_STEPS = 20_000_000
+"""Steps after which a run is given up."""
+
+
+class CellMemory:
+    """The buffers of all ranks: a number for each cell, and whether and how it was written."""
+
+    def __init__(self, program: EngineProgram, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        self._program = program
+        self._values: dict[tuple[int, str], CellNumbers] = {}
+        self._states: dict[tuple[int, str], NDArray[np.uint8]] = {}
+        for address, size in sorted(program.sizes.items()):
+            if address not in program.aliases:
+                self._values[address] = np.zeros(size, dtype=np.uint64)
+                self._states[address] = np.zeros(size, dtype=np.uint8)
+        self.inputs: list[CellNumbers] = []
+        for rank in range(program.ranks):
+            size = program.sizes[rank, "i"]
+            self.inputs.append(draw.integers(0, 1 << 64, size, dtype=np.uint64))
+            values, states = self.view(CellRegion(rank, "i", 0, size))
+            values[:] = self.inputs[rank]
+            states[:] = _PLAIN
+
+    def view(self, region: CellRegion) -> tuple[CellNumbers, NDArray[np.uint8]]:
+        """Numbers and states of a region."""
+        address = (region.rank, region.buffer)
+        buffer, offset = self._program.aliases.get(address, (region.buffer, 0))
+        start = region.start + offset
+        own = (region.rank, buffer)
+        return (
+            self._values[own][start : start + region.size],
+            self._states[own][start : start + region.size],
+        )
+
+
+class ProgramRun:
+    """One run of a program.
+
+    Parameters
+    ----------
+    program : Program
+    seed : int
+        Of the numbers and of the order.
+    """
+
+    def __init__(self, program: EngineProgram, seed: int) -> None:
+        self.program = program
+        self.memory = CellMemory(program, seed)
+        self._draw = np.random.default_rng([seed, 1])
+        self._change = 1.0 if seed % 2 == 0 else 0.02
+        self._counters = {number: first for number, (first, _) in program.counters.items()}
+        self._begun = [False] * program.ranks
+        self._left = [sum(block.rank == rank for block in program.blocks) for rank in range(program.ranks)]
+        self._arrived: dict[tuple[int, int], int] = {}
+        self._handed: dict[int, list[tuple[Move | Signal, str, int]]] = {}
+        self._held: dict[int, list[CellNumbers]] = {number: [] for number in program.fifos}
+        self._asleep: dict[Hashable, list[int]] = {}
+        self._ready: list[tuple[float, int]] = []
+        self._tasks: dict[int, _Steps] = {}
+        self._made = 0
+        self._servants: set[int] = set()
+        self._waiting: dict[int, str] = {}
+
+    def run(self) -> CellMemory:
+        """The buffers at the end.
+
+        Raises
+        ------
+        PlanError
+            A block waits for ever, a read finds nothing, a buffer is touched out of turn, a signal is left over; names
+            rank, block and operation.
+        """
+        for rank in range(self.program.ranks):
+            self._start(self._begin(rank))
+        for block in self.program.blocks:
+            self._start(self._block(block))
+        for channel in self.program.proxies:
+            self._start(self._proxy(channel), serves=True)
+        steps = 0
+        while self._ready:
+            priority, number = heapq.heappop(self._ready)
+            try:
+                wanted = next(self._tasks[number])
+            except StopIteration:
+                del self._tasks[number]
+                continue
+            if wanted is None:
+                if self._draw.random() < self._change:
+                    priority = self._draw.random()
+                heapq.heappush(self._ready, (priority, number))
+            else:
+                key, self._waiting[number] = wanted
+                self._asleep.setdefault(key, []).append(number)
+            steps += 1
+            if steps > MAX_STEPS:
+                raise PlanError(f"does not end within {MAX_STEPS} steps")
+        self._check_end()
+        return self.memory
+
+    def _start(self, task: _Steps, *, serves: bool = False) -> None:
+        number = self._made
+        self._made += 1
+        self._tasks[number] = task
+        if serves:
+            self._servants.add(number)
+        heapq.heappush(self._ready, (self._draw.random(), number))
+
+    def _wake(self, key: Hashable) -> None:
+        for number in self._asleep.pop(key, ()):
+            heapq.heappush(self._ready, (self._draw.random(), number))
+
+    def _begin(self, rank: int) -> _Steps:
+        """The kernel of a rank begins some time after others."""
+        yield None
+        self._begun[rank] = True
+        self._wake(("begin", rank))
+
+    def _block(self, block: ProgramBlock) -> _Steps:
+        rank = block.rank
+        if not self._begun[rank]:
+            yield ("begin", rank), "its kernel"
+        owed: list[tuple[int, int, str]] = []
+        late: list[tuple[Move, str]] = []
+        for instruction, where in block.unrolled():
+            match instruction:
+                case Sync():
+                    yield from self._settle(owed, late, rank)
+                case Barrier():
+                    yield from self._settle(owed, late, rank)
+                    yield from self._meet(rank, instruction, where)
+                case Wait():
+                    owed += [(thread, counter, where) for thread, counter in enumerate(instruction.counters)]
+                case Signal():
+                    for thread, counter in enumerate(instruction.counters):
+                        yield from self._settle_thread(owed, thread)
+                        self._add(counter)
+                case Post():
+                    yield from self._settle_thread(owed, instruction.thread)
+                    queue = self._handed.setdefault(instruction.channel, [])
+                    queue.append((instruction.what, where, rank))
+                    self._wake(("proxy", instruction.channel))
+                case Flush():
+                    for thread, channel in enumerate(instruction.channels):
+                        yield from self._settle_thread(owed, thread)
+                        while self._handed.get(channel):
+                            yield ("idle", channel), where
+                case Move():
+                    if instruction.waits or instruction.marks:
+                        yield from self._catch_up(late, rank)
+                        yield from self._move(instruction, where, rank)
+                    else:
+                        late.append((instruction, where))
+            yield None
+            if late and self._draw.random() < 0.5:
+                yield from self._catch_up(late, rank)
+        yield from self._settle(owed, late, rank)
+        self._left[rank] -= 1
+
+    def _settle(self, owed: list[tuple[int, int, str]], late: list[tuple[Move, str]], rank: int) -> _Steps:
+        """All threads arrive: the waits are over and the moves done."""
+        # a move that no sync holds back behind a wait is not held back by it here
+        yield from self._catch_up(late, rank)
+        for _, counter, where in owed:
+            yield from self._take(counter, where)
+        owed.clear()
+
+    def _settle_thread(self, owed: list[tuple[int, int, str]], thread: int) -> _Steps:
+        """One thread has ended its waits."""
+        for item in [item for item in owed if item[0] == thread]:
+            yield from self._take(item[1], item[2])
+            owed.remove(item)
+
+    def _take(self, counter: int, where: str) -> _Steps:
+        while self._counters[counter] == 0:
+            yield ("counter", counter), f"{where}, which waits for {self.program.counters[counter][1]}"
+        self._counters[counter] -= 1
+
+    def _add(self, counter: int) -> None:
+        self._counters[counter] += 1
+        self._wake(("counter", counter))
+
+    def _meet(self, rank: int, barrier: Barrier, where: str) -> _Steps:
+        key = (rank, barrier.number)
+        before = self._arrived.get(key, 0)
+        self._arrived[key] = before + 1
+        full = (before // barrier.blocks + 1) * barrier.blocks
+        self._wake(("barrier", key))
+        while self._arrived[key] < full:
+            yield ("barrier", key), where
+
+    def _proxy(self, channel: int) -> _Steps:
+        """Does what a port channel is handed, one after another, some time later."""
+        while True:
+            queue = self._handed.get(channel)
+            if not queue:
+                yield ("proxy", channel), "nothing"
+                continue
+            what, where, rank = queue[0]
+            yield None
+            if isinstance(what, Signal):
+                for counter in what.counters:
+                    self._add(counter)
+            else:
+                yield from self._move(what, where, rank)
+            queue.pop(0)
+            if not queue:
+                self._wake(("idle", channel))
+
+    def _catch_up(self, late: list[tuple[Move, str]], rank: int) -> _Steps:
+        while late:
+            move, where = late[0]
+            yield from self._move(move, where, rank)
+            late.pop(0)
+
+    def _move(self, move: Move, where: str, rank: int) -> _Steps:
+        total: CellNumbers | None = None
+        for number, place in enumerate(move.reads):
+            if isinstance(place, Fifo):
+                held = self._held[place.number]
+                while not held:
+                    yield ("fifo", place.number), f"{where}, to which nothing comes"
+                values = held.pop(0)
+                self._wake(("fifo", place.number))
+                wanted = next(one.size for one in (*move.reads, *move.writes) if isinstance(one, CellRegion))
+                if values.size != wanted:
+                    _refuse(where, f"receives {wanted} cells at once, where {values.size} are sent")
+            elif not place.size:
+                return
+            else:
+                values, states = self.memory.view(place)
+                self._check_alive(place, rank, where)
+                if move.waits and move.waits[number]:
+                    while not (states == _PACKET).all():
+                        what = f"{where}, which waits for packets in {_quote_names(place)}"
+                        yield ("cells", place.rank, place.buffer), what
+                elif not (states == _PLAIN).all():
+                    found = "packets" if (states == _PACKET).any() else "what nobody has written yet"
+                    _refuse(where, f"reads {found} in {_quote_names(place)}")
+            total = values.copy() if total is None else total + values
+        if total is None:
+            return
+        yield None
+        for number, place in enumerate(move.writes):
+            if isinstance(place, Fifo):
+                held = self._held[place.number]
+                while len(held) >= self.program.fifos[place.number][1]:
+                    yield ("fifo", place.number), f"{where}, from which nothing is taken"
+                held.append(total)
+                self._wake(("fifo", place.number))
+                continue
+            self._check_alive(place, rank, where)
+            values, states = self.memory.view(place)
+            values[:] = total
+            marked = bool(move.marks) and move.marks[number]
+            states[:] = _PACKET if marked else _PLAIN
+            if marked:
+                self._wake(("cells", place.rank, place.buffer))
+
+    def _check_alive(self, region: CellRegion, rank: int, where: str) -> None:
+        """Refuse to touch what belongs to a caller at the time."""
+        if region.buffer == "s":
+            return
+        if not self._begun[region.rank]:
+            _refuse(where, f"touches the {_quote_names(region)} before its kernel may have begun")
+        if not self._left[region.rank]:
+            _refuse(where, f"touches the {_quote_names(region)} when its kernel may have ended")
+
+    def _check_end(self) -> None:
+        """Nothing waits, and nothing is left for the next call."""
+        stuck = [number for number in sorted(self._tasks) if number not in self._servants]
+        if stuck:
+            others = f"; so do {len(stuck) - 1} more blocks" if len(stuck) > 1 else ""
+            raise PlanError(f"{self._waiting[stuck[0]]}, waits for ever{others}")
+        for number, held in sorted(self._held.items()):
+            if held:
+                raise PlanError(
+                    f"{len(held)} chunks that are sent to gpu {self.program.fifos[number][0]} are never received"
+                )
+        for number, (first, name) in sorted(self.program.counters.items()):
+            left = self._counters[number] - first
+            if left:
+                what = f"{left} more" if left > 0 else f"{-left} fewer"
+                raise PlanError(
+                    f"{name} is sent {what} times than it is waited for; the next call would take it"
+                )
+
+
+def _quote_names(region: CellRegion) -> str:
+    names = {"i": "input", "o": "output", "s": "scratch"}
+    return f"{names[region.buffer]} of gpu {region.rank}"
+
+
+def _refuse(where: str, fault: str) -> NoReturn:
+    raise PlanError(f"{where}: {fault}")

@@ -1,0 +1,1 @@
+"""Files that NCCL reads: topology, graph of channels, tuner table; and scripts for nccl-tests."""

@@ -1,0 +1,292 @@
+"""Look up export formats by name and export plans and machines to them, Graphviz included.
+
+A format is one row of `FORMATS`: its writer, what it takes, and how the file is used and seen to be used. The Graphviz
+writer draws a cluster for each stage of each shard, with data along the arrows. Readers of engine files are separate
+(`topoplan.engines.verdict`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from topoplan.engines.chakra import chakra_traces
+from topoplan.engines.exported import DEFAULT_CHOICES, Choices, Exported, one_server
+from topoplan.engines.msccl_write import msccl_algorithm
+from topoplan.engines.mscclpp_write import execution_plan, execution_plans
+from topoplan.engines.nccl.graph_file import machine_graph_xml, plan_graph_xml
+from topoplan.engines.nccl.topology_file import nccl_topo_xml
+from topoplan.engines.nccl.tuner_file import model_tuner
+from topoplan.errors import UsageError
+from topoplan.machine.topology import Topology, TopologyLike, as_topology
+from topoplan.plans.plan import Plan, Plans
+
+MAX_DOT_EDGES = 20_000
+"""Edges beyond which Graphviz would not come to an end."""
+
+
+def plan_dot(plan: Plan) -> Exported:
+    """A digraph: roots are drawn double, edges are labelled with the share and the switches that they pass.
+
+    Raises
+    ------
+    UsageError
+        There are more edges than Graphviz can draw.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> text = plan_dot(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])).text
+    >>> print(text.splitlines()[5])
+        "0.0.gpu4" [label="gpu4", peripheries=2];
+    """
+    edges = sum(len(stage.edges) for shard in plan.shards for stage in shard.stages)
+    if edges > MAX_DOT_EDGES:
+        raise UsageError(f"this plan has {edges} tree edges, and more than {MAX_DOT_EDGES} cannot be drawn")
+    names = plan.vertices
+    lines = [f"digraph {_quote_dot(f'{plan.collective} on {plan.topology.name}')} {{", "  rankdir=TB;"]
+    for number, shard in enumerate(plan.shards):
+        for position, stage in enumerate(shard.stages):
+            lines.append(f"  subgraph cluster_{number}_{position} {{")
+            lines.append(
+                f"    label={_quote_dot(f'shard {number}: {stage.op}, {shard.share} of the buffer')};"
+            )
+            members = {stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))}
+            for rank in sorted(members):
+                double = ", peripheries=2" if rank == stage.root else ""
+                name = _quote_dot(f"{number}.{position}.{names[rank]}")
+                lines.append(f"    {name} [label={_quote_dot(names[rank])}{double}];")
+            for edge in stage.top_down():
+                route = edge.route[::-1] if stage.op == "reduce" else edge.route
+                ends = [_quote_dot(f"{number}.{position}.{device}") for device in (route[0], route[-1])]
+                label = ", ".join((edge.channel, *route[1:-1]))
+                lines.append(f"    {ends[0]} -> {ends[1]} [label={_quote_dot(label)}];")
+            lines.append("  }")
+    return Exported("\n".join([*lines, "}"]) + "\n")
+
+
+def _quote_dot(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFormat:
+    """A format.
+
+    Parameters
+    ----------
+    line : str
+        What it is, for the help.
+    of_machine : function of a Topology and the name of a server or None, or None
+        Which of several servers; None where the machine has one. None where only plans have this format.
+    of_plan : function of a Plan and Choices
+    choices : tuple of str
+        Those that it heeds.
+    of_ranges : function of Plans and Choices, or None
+        What makes a file for each range of sizes; None where one plan is all that it holds.
+    many_servers : bool
+        Whether a machine's format holds several servers.
+    use : function of Choices, or None
+        Lines that say how to have the file used and how to see that it is; ``{file}`` and ``{folder}`` stand for where
+        it is. None where no program is told of it by its environment.
+    """
+
+    line: str
+    of_machine: Callable[[Topology, str | None], Exported] | None
+    of_plan: Callable[[Plan, Choices], Exported]
+    choices: tuple[str, ...] = ()
+    of_ranges: Callable[[Plans, Choices], Exported] | None = None
+    many_servers: bool = False
+    use: Callable[[Choices], tuple[str, ...]] | None = None
+
+
+_USE_GRAPH = (
+    "to use it: export NCCL_GRAPH_FILE={file} (NCCL 2.6 or later; NVIDIA does not document it)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV,GRAPH NCCL says: Search 0 : … channels loaded from XML graph",
+)
+_USE_TOPO = (
+    "to use it: export NCCL_TOPO_FILE={file} (NCCL 2.6 or later, and RCCL)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV NCCL says: NCCL_TOPO_FILE set by environment to …",
+    "NCCL_TOPO_DUMP_FILE=dump.xml writes what NCCL made of it, for topoplan diff",
+)
+_USE_MSCCLPP = (
+    "to use it: export MSCCLPP_EXECUTION_PLAN_DIR={folder}, where no other files are",
+    "and LD_PRELOAD MSCCL++'s libmscclpp_nccl.so into a program that calls NCCL",
+)
+_USE_MSCCL = {
+    "msccl": (
+        "to use it: export MSCCL_XML_FILES={file} NCCL_ALGO=MSCCL,RING,TREE",
+        "and MSCCL's libnccl.so first in LD_LIBRARY_PATH; NCCL_DEBUG=INFO says: Connected 1 MSCCL algorithms",
+    ),
+    "rccl": (
+        "to use it: export MSCCL_ALGO_DIR={folder} RCCL_MSCCL_FORCE_ENABLE=1, where no other files are",
+    ),
+}
+
+FORMATS = {
+    "nccl-graph": ExportFormat(
+        "NCCL_GRAPH_FILE: a plan of rings or of chains, or the best rings and chains of a machine; NCCL cannot run "
+        "packed trees inside a server",
+        lambda machine, server: machine_graph_xml(machine, server=server),
+        lambda plan, _: plan_graph_xml(plan),
+        use=lambda _: _USE_GRAPH,
+    ),
+    "nccl-topo": ExportFormat(
+        "NCCL_TOPO_FILE: the machine, as NCCL (or RCCL) reads it",
+        lambda machine, server: nccl_topo_xml(machine, server=server),
+        lambda plan, _: nccl_topo_xml(plan.topology),
+        use=lambda _: _USE_TOPO,
+    ),
+    "nccl-tuner": ExportFormat(
+        "NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin (CSV): which algorithm, protocol and channels for which "
+        "size, as NCCL's own model finds them fastest on the machine",
+        lambda machine, server: model_tuner(
+            machine if server is None else one_server(machine, server, "the file")
+        ),
+        lambda plan, _: model_tuner(plan.topology),
+        many_servers=True,
+    ),
+    "mscclpp": ExportFormat(
+        "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
+        "reduce_scatter, alltoall",
+        None,
+        execution_plan,
+        ("size", "max_blocks", "chunks", "protocol"),
+        execution_plans,
+        use=lambda _: _USE_MSCCLPP,
+    ),
+    "msccl-xml": ExportFormat(
+        "algorithm of MSCCL (XML): allreduce, allgather, reduce_scatter; RCCL up to the releases that carry MSCCL",
+        None,
+        msccl_algorithm,
+        ("size", "max_blocks", "chunks", "runtime"),
+        use=lambda choices: _USE_MSCCL[choices.runtime or "msccl"],
+    ),
+    "chakra": ExportFormat(
+        "execution traces of Chakra, one for each rank, for ASTRA-sim and a buffer of one --size",
+        None,
+        chakra_traces,
+        ("size", "chunk"),
+    ),
+    "dot": ExportFormat("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
+}
+"""Every format by its name."""
+
+
+def check_format(name: str) -> str:
+    """The name of a known format.
+
+    Raises
+    ------
+    UsageError
+        It is unknown; the message lists those that are.
+
+    Examples
+    --------
+    >>> check_format("nccl-topo")
+    'nccl-topo'
+    """
+    if name not in FORMATS:
+        near = difflib.get_close_matches(name, FORMATS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"format {name[:40]!r} is unknown; {hint}known ones are {', '.join(FORMATS)}")
+    return name
+
+
+def export_machine(machine: TopologyLike, to: str, *, server: str | None = None) -> Exported:
+    """A machine in this format.
+
+    Parameters
+    ----------
+    machine : Topology, or what `topoplan.load` takes
+        The allocation (see `Topology.subset`).
+    to : str
+        One of `FORMATS`.
+    server : str or None
+        Which of several servers, for formats that describe one.
+
+    Raises
+    ------
+    UsageError
+        The format is unknown, or cannot hold the machine.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> export_machine(topoplan.load("dgx-1v"), "nccl-topo").text.splitlines()[-1]
+    '</system>'
+    """
+    made = FORMATS[check_format(to)].of_machine
+    if made is None:
+        raise UsageError(f"{to} takes a plan; make one with topoplan plan TOPO -o F.json, and export F.json")
+    return made(as_topology(machine), server)
+
+
+def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exported:
+    """A plan in this format; errors as `export_machine`, and UsageError for plans by size or of several servers.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+    to : str
+        One of `FORMATS`.
+    choices : Choices
+        What is asked of the file; UsageError where the format cannot heed it.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> export_plan(topoplan.ring(topoplan.load("dgx-1v")), "nccl-graph").text.splitlines()[-1]
+    '</graphs>'
+    """
+    found = FORMATS[check_format(to)]
+    for field in fields(choices):
+        if getattr(choices, field.name) is not None and field.name not in found.choices:
+            raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
+    helped = next((one for one in plan.plans if one.helpers), None)
+    if helped is not None and to != "dot":
+        raise UsageError(
+            f"trees of this plan pass {helped.helpers[0]}, which is no rank, and {to} knows ranks alone; leave the "
+            "helpers out of the machine"
+        )
+    chosen = plan.plans[0] if choices.size is None else plan.at(choices.size)
+    if len(plan.ranges) > 1 and choices.size is None:
+        if found.of_ranges is None:
+            raise UsageError(
+                f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
+            )
+        return found.of_ranges(plan, choices)
+    servers = {plan.topology.device(name).server for name in plan.ranks}
+    if len(servers) > 1 and found.of_machine is not None and not found.many_servers:
+        raise UsageError(
+            f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
+            "plan for one server"
+        )
+    return found.of_plan(chosen, choices)
+
+
+def how_to_use(
+    to: str, choices: Choices = DEFAULT_CHOICES, *, file: str = "", folder: str = ""
+) -> tuple[str, ...]:
+    """Lines that say how to have a file of this format used, and how to see that it is.
+
+    Parameters
+    ----------
+    to : str
+        One of `FORMATS`.
+    choices : Choices
+    file, folder : str
+        Where the file is, and the folder that holds it; empty where nobody knows yet.
+
+    Examples
+    --------
+    >>> how_to_use("nccl-topo", file="/etc/topo.xml")[0]
+    'to use it: export NCCL_TOPO_FILE=/etc/topo.xml (NCCL 2.6 or later, and RCCL)'
+    """
+    use = FORMATS[check_format(to)].use
+    lines = () if use is None else use(choices)
+    return tuple(
+        line.replace("{file}", file or "FILE").replace("{folder}", folder or "FOLDER") for line in lines
+    )

@@ -1,1 +1,0 @@
-"""Algorithms of MSCCL (XML): connections of trees in channels, and the file."""

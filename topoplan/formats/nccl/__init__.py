@@ -1,1 +1,0 @@
-"""NCCL's topology file (NCCL_TOPO_DUMP_FILE)."""

@@ -1,1 +1,0 @@
-"""What ``nvidia-smi`` prints: the matrix of ``topo -m`` and the states and speeds of ``nvlink``."""

@@ -1,1 +1,0 @@
-"""What Slurm says of a network: topology.conf, topology.yaml, and the lists of names in both."""

@@ -1,1 +1,0 @@
-"""Is a machine healthy: what is amiss in it, what it should be, and what that costs."""

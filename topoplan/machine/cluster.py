@@ -1,0 +1,470 @@
+"""Build a cluster as one topology: servers s0, s1, … with their NICs, network and transport.
+
+A transport carries bytes between a NIC and the buffers of a rank. TCP passes the kernel, which takes time to start
+and copies every byte twice. DPDK hands packets to the process without the kernel, and one core for each NIC polls it.
+RDMA reads and writes the buffers in hardware and needs a lossless network (priority flow control), with the
+congestion that this spreads. The figures are assumptions: two machines differ more than two transports. Measured
+links (`topoplan.calibration`) replace start-ups and rates; copies and cores stay. Shares of the wire are the payload
+of Ethernet frames: 1448 of 1538 bytes for TCP segments in frames of 1500, also for DPDK; 4096 of 4178 for RoCE v2.
+Not in the model: the bytes that a core can copy a second, retransmission, pauses of a lossless network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+from topoplan.errors import UsageError
+from topoplan.machine.cluster_network import (
+    MOST_NICS,
+    ClusterNetwork,
+    Server,
+    SwitchTree,
+    check_count,
+    check_flow,
+    join_servers,
+    nic_rate,
+    stated_gigabits,
+)
+from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
+from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts
+from topoplan.units import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What a transport costs.
+
+    Parameters
+    ----------
+    name : str
+    alpha : float
+        Seconds to start a message from one server to another.
+    share : float
+        Part of the wire that payload gets.
+    copies : int
+        Copies in the host's memory of each byte that is sent, and of each that comes.
+    polling : int
+        Cores for each NIC that do nothing but poll it.
+    lossless : bool
+        Whether the network must not drop packets.
+    """
+
+    name: str
+    alpha: float
+    share: float
+    copies: int
+    polling: int
+    lossless: bool
+
+    def memory_load(self, out: float, back: float) -> float:
+        """GB/s that copies load the memory of a host whose NICs send and receive so many GB/s.
+
+        Examples
+        --------
+        >>> TRANSPORTS["tcp"].memory_load(12.5, 12.5), TRANSPORTS["rdma"].memory_load(12.5, 12.5)
+        (50.0, 0.0)
+        """
+        return self.copies * (out + back)
+
+    def rate(self, wire: float, *, nics: int = 1, memory: float | None = None) -> float:
+        """GB/s of payload that a NIC carries in each direction.
+
+        Parameters
+        ----------
+        wire : float
+            GB/s of the NIC.
+        nics : int
+            NICs of the host, which share its memory evenly.
+        memory : float or None
+            GB/s that copies may take of the host's memory; None for no limit.
+
+        Examples
+        --------
+        >>> round(TRANSPORTS["tcp"].rate(12.5), 3), TRANSPORTS["tcp"].rate(12.5, nics=2, memory=40.0)
+        (11.769, 5.0)
+        """
+        carried = wire * self.share
+        if memory is None or not self.copies:
+            return carried
+        return min(carried, memory / (2 * self.copies * nics))
+
+    def note(self, *, nics: int, out: float, back: float) -> str:
+        """A line on a host whose NICs send and receive so many GB/s together."""
+        copies = (
+            f"{self.copies} {'copy' if self.copies == 1 else 'copies'} of each byte, up to "
+            f"{self.memory_load(out, back):.4g} GB/s of a server's memory"
+            if self.copies
+            else "no copies in a server's memory"
+        )
+        cores = self.polling * nics
+        polling = f"{cores or 'no'} {'core' if cores == 1 else 'cores'} polling in each server"
+        lossless = ", a network that drops nothing" if self.lossless else ""
+        return (
+            f"transport {self.name}: start-up of {self.alpha * 1e6:g} us and {self.share:.1%} of the wire, assumed "
+            f"unless calibrated; {copies}, {polling}{lossless}"
+        )
+
+
+TRANSPORTS: Mapping[str, Transport] = {
+    one.name: one
+    for one in (
+        Transport("tcp", alpha=30e-6, share=1448 / 1538, copies=2, polling=0, lossless=False),
+        Transport("dpdk", alpha=10e-6, share=1448 / 1538, copies=1, polling=1, lossless=False),
+        Transport("rdma", alpha=2e-6, share=4096 / 4178, copies=0, polling=0, lossless=True),
+    )
+}
+"""The transports by name, with assumed figures."""
+
+
+def transport_of(name: str | None, memory_gbps: float | None) -> Transport | None:
+    """The transport of a name, None for none; checked together with the memory that its copies may take.
+
+    Raises
+    ------
+    UsageError
+        An unknown name, or a memory that is none or has no transport.
+    """
+    if name is not None and name not in TRANSPORTS:
+        raise UsageError(f"transport {str(name)[:40]!r} is unknown; use one of {', '.join(TRANSPORTS)}")
+    if memory_gbps is not None:
+        if name is None:
+            raise UsageError("memory_gbps limits what a transport copies; give a transport too, such as tcp")
+        number = isinstance(memory_gbps, (int, float)) and not isinstance(memory_gbps, bool)
+        if not number or not 1e-3 <= memory_gbps <= 1e6:
+            raise UsageError(f"memory_gbps {str(memory_gbps)[:40]} must be GB/s from 0.001 to 1000000")
+    return None if name is None else TRANSPORTS[name]
+
+
+MOST_HELPERS = 4096
+"""Most machines without GPUs: more is a slip of the keyboard."""
+
+
+def cluster(
+    servers: Sequence[Server],
+    *,
+    nic_gbps: float | None = None,
+    nics: int | str | None = None,
+    network: str | SwitchTree = "switch",
+    rails: int | None = None,
+    oversubscription: float | None = None,
+    leaf_size: int | None = None,
+    nic_access: str = "pcie",
+    helpers: int | None = None,
+    transport: str | None = None,
+    memory_gbps: float | None = None,
+    flow_gbps: float | None = None,
+    name: str = "",
+) -> Topology:
+    """Join servers by a network.
+
+    Devices of server i are called ``s<i>.<name>``, and their ``server`` is ``s<i>``. Switches are devices of kind
+    switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``. GPU numbers run through all servers.
+
+    Parameters
+    ----------
+    servers : sequence of Server
+        At least one; each may stand for several that are alike, and may say its own ``nics`` and ``nic_gbps``.
+    nic_gbps : float or None
+        Gb/s of each NIC in each direction, as NICs are sold; None for what the machine's own NICs state, all alike.
+    nics : int, str or None
+        NICs of each server. A number takes the first so many of the machine, those near its allocation first; where it
+        has fewer, NICs without a place on PCIe are added. A text takes them by name as ``NCCL_IB_HCA`` does:
+        ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes those of
+        the machine's NICs that NCCL would, the nearest of each GPU, or one where it has none.
+    network : str or SwitchTree
+        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), or a tree of named
+        switches.
+    rails, oversubscription, leaf_size : number or None
+        Of the network, where they belong to it.
+    nic_access : str
+        ``pcie``: NICs serve the GPUs that are nearest, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of
+        its server, and its rate alone limits, which is the projection of Blink's figure 19b.
+    helpers : int or None
+        Machines without GPUs that add and copy, ``helper0`` and so on (spare machines as of BytePS, or parameter
+        servers): each has as many NICs as the server with most, as fast as the first server's. What their memory can do
+        is not modelled.
+    transport : str or None
+        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.machine.cluster`): what it takes to start a message and how much
+        of the wire is left; a note says what it copies and how many cores poll. None takes the whole wire, and the
+        start-up of `topoplan.model.dataflow`.
+    memory_gbps : float or None
+        GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
+    flow_gbps : float or None
+        Most Gb/s that one connection gets of a NIC (clouds cap it); a fact of the NICs, from which plans tell how many
+        connections they need. Rates and bounds are those of the wires. None for no cap.
+    name : str
+        Of the cluster; made from its machines if empty.
+
+    Returns
+    -------
+    Topology
+        The module `topoplan.machine.nic_wiring` says what stands for PCIe in it. Channels ``nvlink+network`` use it as
+        it is meant; on machines with NVLink ``pcie+network`` counts the PCIe slot of a GPU twice.
+
+    Raises
+    ------
+    UsageError
+        A number makes no sense, no server is given, servers cannot reach each other, or the cluster does not fit into
+        memory, which is estimated first.
+
+    References
+    ----------
+    Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, section 3.4 and figure 19.
+
+    Examples
+    --------
+    Blink's two DGX-1V with 3 and 5 GPUs:
+
+    >>> import topoplan
+    >>> pair = cluster([Server("dgx-1v", [0, 1, 2]), Server("dgx-1v", [3, 4, 5, 6, 7])], nic_gbps=40, nics=1)
+    >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
+    ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
+    """
+    joined = _network(network, rails, oversubscription, leaf_size)
+    if not isinstance(nics, str):
+        check_count("nics", nics, most=MOST_NICS)
+    check_count("helpers", helpers, most=MOST_HELPERS)
+    check_flow(flow_gbps)
+    carrier = transport_of(transport, memory_gbps)
+    if not servers:
+        raise UsageError("a cluster needs at least one server")
+    servers = _with_named_nics(servers, nics)
+    wired: dict[Server, WiredServer] = {}
+    for server in dict.fromkeys(server.kind for server in servers):
+        if server not in wired:
+            wire = partial(
+                wire_server,
+                server.topology,
+                server.gpus,
+                served=server.served,
+                nics=cast("int | None", server.nics or nics),
+                access=nic_access,
+            )
+            rate = _rate(server, nic_gbps)
+            wired[server] = (
+                wire(rate=rate) if carrier is None else _with_transport(wire, rate, carrier, memory_gbps)
+            )
+    _check_memory(servers, wired)
+    for server, made in wired.items():
+        flow = flow_gbps if server.flow_gbps is None else server.flow_gbps
+        if flow is not None:
+            wired[server] = replace(
+                made, devices=tuple(_with_flow_limit(device, flow) for device in made.devices)
+            )
+    kinds = [server.kind for server in servers]
+    every = [
+        (server.name, wired[kind])
+        for server, kind in zip(servers, kinds, strict=True)
+        for _ in range(server.count)
+    ]
+    devices: list[Device] = []
+    links: list[Link] = []
+    hosts: list[tuple[str, Sequence[NicPort]]] = []
+    for number, (given, one) in enumerate(every):
+        server_name = given or f"s{number}"
+        devices += _renamed_devices(one.devices, server_name)
+        links += _renamed_links(one.links, server_name)
+        hosts.append((server_name, _renamed_ports(one.ports, server_name)))
+    most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
+    if carrier is not None:
+        rate = carrier.rate(rate, nics=most, memory=memory_gbps)
+    for helper in (f"helper{number}" for number in range(helpers or 0)):
+        ports = [NicPort(nic, f"{helper}.nic{nic}", f"{helper}.nic{nic}", rate, rate) for nic in range(most)]
+        own = [Device(port.sender, "nic") for port in ports]
+        devices += [Device(helper, "helper")]
+        devices += own if flow_gbps is None else [_with_flow_limit(nic, flow_gbps) for nic in own]
+        links += [Link(helper, port.sender, "network", rate) for port in ports]
+        links += [Link(port.receiver, helper, "network", rate) for port in ports]
+        hosts.append((helper, ports))
+    latency = None if carrier is None else carrier.alpha / 2
+    switches, wires = join_servers(joined, hosts, nics=most, latency=latency)
+    return Topology(
+        (name or _name(servers)) + (f" + {counted(helpers, 'helper')}" if helpers else ""),
+        (*devices, *switches),
+        (*links, *wires),
+        _notes(wired),
+        "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
+    )
+
+
+def _network(
+    network: str | SwitchTree, rails: int | None, oversubscription: float | None, leaf_size: int | None
+) -> ClusterNetwork | SwitchTree:
+    if isinstance(network, str):
+        return ClusterNetwork(network, rails, oversubscription, leaf_size)
+    if rails is not None or leaf_size is not None:
+        raise UsageError("rails and leaf_size do not go with a tree of named switches; leave them out")
+    return network if oversubscription is None else replace(network, oversubscription=oversubscription)
+
+
+def _with_named_nics(servers: Sequence[Server], nics: int | str | None) -> list[Server]:
+    """Servers with the NICs that are chosen by name alone, all of which take part."""
+    made: dict[tuple[int, str], Topology] = {}
+    found = []
+    for server in servers:
+        choice = nics if server.nics is None else server.nics
+        if isinstance(choice, str):
+            key = (id(server.topology), choice)
+            if key not in made:
+                made[key] = nic_machine(server.topology, choice)
+            server = replace(server, machine=made[key], nics=len(machine_nics(made[key])))
+        found.append(server)
+    return found
+
+
+def _rate(server: Server, nic_gbps: float | None) -> float:
+    """GB/s of a server's NIC."""
+    gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
+    return nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
+
+
+def _with_flow_limit(device: Device, flow_gbps: float) -> Device:
+    """A NIC with what one connection gets of it; other devices as they are."""
+    if device.kind != "nic":
+        return device
+    return replace(device, facts=facts(**{**dict(device.facts), "flow_gigabits": f"{flow_gbps:g}"}))
+
+
+def _with_transport(
+    wire: Callable[..., WiredServer], rate: float, carrier: Transport, memory_gbps: float | None
+) -> WiredServer:
+    """A server whose NICs carry what a transport lets through, with a note of what it costs."""
+    made = wire(rate=carrier.rate(rate))
+    limited = carrier.rate(rate, nics=len(made.ports), memory=memory_gbps)
+    if limited < carrier.rate(rate):
+        made = wire(rate=limited)
+    out, back = (sum(getattr(port, way) for port in made.ports) for way in ("out", "back"))
+    note = carrier.note(nics=len(made.ports), out=out, back=back)
+    return replace(made, notes=(*made.notes, note))
+
+
+def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
+    check_memory(
+        servers=sum(server.count for server in servers),
+        devices=sum(server.count * len(wired[server.kind].devices) for server in servers),
+        links=sum(
+            server.count * (len(wired[server.kind].links) + 2 * len(wired[server.kind].ports))
+            for server in servers
+        ),
+    )
+
+
+def _renamed_devices(devices: Sequence[Device], server: str) -> list[Device]:
+    return [replace(device, name=f"{server}.{device.name}", server=server) for device in devices]
+
+
+def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
+    return [
+        Link(
+            f"{server}.{link.src}",
+            f"{server}.{link.dst}",
+            link.channel,
+            link.bandwidth,
+            link.count,
+            link.latency,
+        )
+        for link in links
+    ]
+
+
+def _renamed_ports(ports: Sequence[NicPort], server: str) -> list[NicPort]:
+    return [
+        replace(port, sender=f"{server}.{port.sender}", receiver=f"{server}.{port.receiver}")
+        for port in ports
+    ]
+
+
+def _name(servers: Sequence[Server]) -> str:
+    """Such as ``2 x dgx-1v + dgx-2``."""
+    parts = [
+        server.topology.name if server.count == 1 else f"{server.count} x {server.topology.name}"
+        for server in servers
+    ]
+    return " + ".join(parts if len(parts) <= 4 else [*parts[:3], f"{len(parts) - 3} more"])
+
+
+def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
+    """Notes on machines and NICs, each once; where machines differ, those of one machine under its name."""
+    notes: dict[str, list[str]] = {}
+    for server, one in wired.items():
+        for note in (*server.topology.notes, *one.notes):
+            names = notes.setdefault(note, [])
+            if server.topology.name not in names:
+                names.append(server.topology.name)
+    machines = {server.topology.name for server in wired}
+    return tuple(
+        note if len(names) == len(machines) else f"{', '.join(names)}: {note}"
+        for note, names in notes.items()
+    )
+
+
+MOST_GPUS = 1024
+"""Most GPUs of one server."""
+
+
+def nvswitch_cluster(
+    servers: int,
+    *,
+    gpus: int = 8,
+    nvlink: float = 300.0,
+    nic: float = 25.0,
+    rails: int | None = 2,
+    oversubscription: float | None = None,
+    name: str = "",
+) -> Topology:
+    """Servers of GPUs on one NVSwitch, each GPU with a NIC of its own, NIC i on rail i mod ``rails``.
+
+    The defaults are the shape of a DGX A100; a DGX H100 has 450 and 50 GB/s. PCIe is left out.
+
+    Parameters
+    ----------
+    servers, gpus : int
+        Servers, and GPUs of each.
+    nvlink, nic : float
+        GB/s of a GPU to the NVSwitch and of a NIC, in each direction.
+    rails : int or None
+        Network switches; None makes one for each NIC of a server.
+    oversubscription : float or None
+        Joins the rails by a spine.
+    name : str
+        Of the cluster; made from the numbers if empty.
+
+    Raises
+    ------
+    UsageError
+        A number makes no sense, or the cluster does not fit into memory.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> topoplan.plan(nvswitch_cluster(2), "allgather", gpus=[0, 8]).rate
+    50.0
+    """
+    check_count("servers", servers)
+    check_count("gpus", gpus, most=MOST_GPUS)
+    for field, value in (("nvlink", nvlink), ("nic", nic)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not SLOWEST <= value <= FASTEST / 8:
+            raise UsageError(f"{field} {str(value)[:40]} must be a number of GB/s above zero, for example 25")
+    ports = [f"gpu{i}" for i in range(gpus)]
+    box = Topology(
+        f"{gpus} GPUs on an NVSwitch",
+        (*(Device(port, "gpu") for port in ports), Device("nvswitch0", "nvswitch")),
+        tuple(
+            Link(src, dst, "nvlink", float(nvlink))
+            for port in ports
+            for src, dst in ((port, "nvswitch0"), ("nvswitch0", port))
+        ),
+    )
+    return cluster(
+        [Server(box, count=servers)],
+        nic_gbps=8 * nic,
+        nics=gpus,
+        network="rail-optimised",
+        rails=rails,
+        oversubscription=oversubscription,
+        name=name or f"{servers} x {gpus} GPUs, NVSwitch {nvlink:g} GB/s, NIC {nic:g} GB/s",
+    )

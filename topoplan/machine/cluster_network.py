@@ -1,0 +1,413 @@
+"""Describe the servers of a cluster and join them by a network of switches.
+
+- ``switch``: all NICs on one switch.
+- ``rail-optimised``: NIC i of every server on switch ``rail<i>``; with R rails on ``rail<i mod R>``. A spine joins the
+  rails if an oversubscription is given; else they are not joined.
+- ``fat-tree``: the NICs of several servers on each switch ``leaf<i>``, and the leaves on a spine.
+- a `SwitchTree`: servers by name on switches by name, and these on others.
+
+One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as all its downlinks together,
+divided by the oversubscription.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from topoplan.errors import UsageError
+from topoplan.machine.nic_wiring import NicPort
+from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, TopologyLike, as_topology
+from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
+
+MOST_NICS = 1024
+"""Most NICs of one server: beyond it a number is a slip of the keyboard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A machine as a server of a cluster.
+
+    Parameters
+    ----------
+    machine : Topology, or what `topoplan.load` takes
+        One server, not a cluster.
+    gpus : sequence of int or None
+        GPU numbers of the allocation on this server; None takes all. Devices keep their names.
+    nics : int, str or None
+        NICs of this server, as for `topoplan.cluster`; None takes what the cluster says.
+    nic_gbps : float or None
+        Gb/s of each NIC in each direction; None takes what the cluster says.
+    count : int
+        Servers of this kind.
+    served : sequence of int or None
+        The GPUs for which NICs are chosen, where only some of those that are there will be used; None for all.
+    flow_gbps : float or None
+        Gb/s of one connection through a NIC; None takes what the cluster says.
+    name : str
+        What it is called in the cluster; by its number (``s0``) if empty.
+
+    Raises
+    ------
+    UsageError
+        The machine is a cluster already; a GPU is not there; a number makes no sense.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> Server("dgx-1v", gpus=[2, 0, 1], count=2).gpus
+    (0, 1, 2)
+    """
+
+    machine: TopologyLike
+    gpus: Sequence[int] | None = None
+    nics: int | str | None = None
+    nic_gbps: float | None = None
+    count: int = 1
+    served: Sequence[int] | None = None
+    flow_gbps: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machine", as_topology(self.machine))
+        machine = self.topology
+        if len(machine.servers) > 1 or any(link.channel == "network" for link in machine.links):
+            raise UsageError(f"{machine.name} has a network of its own; build a cluster from single servers")
+        for name in ("gpus", "served"):
+            chosen = machine.select(getattr(self, name))
+            object.__setattr__(self, name, None if getattr(self, name) is None else chosen)
+        if not isinstance(self.nics, str):
+            check_count("nics", self.nics, most=MOST_NICS)
+        check_count("count", self.count)
+        if self.nic_gbps is not None:
+            nic_rate(self.nic_gbps)
+        check_flow(self.flow_gbps)
+        if self.name and self.count != 1:
+            raise UsageError(
+                f"{self.count} servers cannot all be called {self.name}; list each with its name"
+            )
+
+    @property
+    def topology(self) -> Topology:
+        """The machine, however it was named."""
+        return as_topology(self.machine)
+
+    @property
+    def kind(self) -> Server:
+        """The same without its name: servers of one kind are wired alike."""
+        return replace(self, name="") if self.name else self
+
+
+def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
+    """Refuse what is no whole number from 1 to ``most``; None stands for "not given" and passes.
+
+    Raises
+    ------
+    UsageError
+        The message names the field and the value.
+    """
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= most:
+        raise UsageError(f"{name} {_format_value(value)} must be a whole number from 1 to {most:,}")
+
+
+def nic_rate(gbps: float) -> float:
+    """GB/s of a NIC that is sold as so many Gb/s.
+
+    Raises
+    ------
+    UsageError
+        It is zero, negative, not finite or beyond what links have.
+
+    Examples
+    --------
+    >>> nic_rate(200)
+    25.0
+    """
+    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
+    if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
+        raise UsageError(
+            f"nic_gbps {_format_value(gbps)} must be a number of Gb/s above zero, for example 100"
+        )
+    return gigabytes_from_gigabits(gbps)
+
+
+def check_flow(gbps: float | None) -> None:
+    """Refuse what is no rate of a connection; None stands for "not given" and passes.
+
+    Raises
+    ------
+    UsageError
+        It is zero, negative, not finite or beyond what links have.
+    """
+    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
+    if gbps is not None and not (number and 8 * SLOWEST <= gbps <= 8 * FASTEST):
+        raise UsageError(
+            f"flow_gbps {_format_value(gbps)} must be the Gb/s of one connection, above zero, for example 5"
+        )
+
+
+def stated_gigabits(machine: Topology) -> float:
+    """Gb/s that every NIC of a machine states as its own, as a probed machine's do.
+
+    Raises
+    ------
+    UsageError
+        None is stated, or they differ.
+    """
+    stated = sorted({device.fact("gigabits") for device in machine.devices if device.kind == "nic"})
+    numbers = [text for text in stated if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) and float(text) > 0]
+    if len(stated) == len(numbers) == 1:
+        return float(numbers[0])
+    if len(numbers) > 1:
+        raise UsageError(
+            f"the NICs of {machine.name} differ ({', '.join(numbers)} Gb/s): say with nic_gbps what each has"
+        )
+    raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
+
+
+def _format_value(value: object) -> str:
+    """A value for a message: whatever it is, no longer than a line can bear."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "of more than 18 digits"
+    return repr(value)[:40]
+
+
+NETWORKS = ("switch", "rail-optimised", "fat-tree")
+
+SPINE = "spine0"
+
+MOST_OVERSUBSCRIPTION = 1000.0
+
+_BELONGS = {
+    "rails": ("rail-optimised",),
+    "oversubscription": ("rail-optimised", "fat-tree"),
+    "leaf_size": ("fat-tree",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNetwork:
+    """How the NICs of servers are joined.
+
+    Parameters
+    ----------
+    kind : str
+        One of `NETWORKS`.
+    rails : int or None
+        Of a rail-optimised network; None makes one for each NIC of the server with most.
+    oversubscription : float or None
+        Downlinks over uplinks of a leaf or rail, 1 or more. None is 1 for a fat tree; rails stay unjoined.
+    leaf_size : int or None
+        Servers on each leaf of a fat tree.
+
+    Raises
+    ------
+    UsageError
+        An unknown kind, a field that does not belong to it or makes no sense, a fat tree without leaf_size.
+    """
+
+    kind: str = "switch"
+    rails: int | None = None
+    oversubscription: float | None = None
+    leaf_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in NETWORKS:
+            raise UsageError(f"network {self.kind!r} is unknown; use one of {', '.join(NETWORKS)}")
+        for name, kinds in _BELONGS.items():
+            if getattr(self, name) is not None and self.kind not in kinds:
+                raise UsageError(
+                    f"{name} belongs to the network {' or '.join(kinds)}, not to {self.kind}; leave it out"
+                )
+        check_count("rails", self.rails)
+        check_count("leaf_size", self.leaf_size)
+        _check_ratio(self.oversubscription)
+        if self.kind == "fat-tree" and self.leaf_size is None:
+            raise UsageError(
+                "a fat tree needs leaf_size (--leaf-size), the number of servers on each leaf switch"
+            )
+
+    @property
+    def has_spine(self) -> bool:
+        """True when leaves or rails may be joined by a spine."""
+        return self.kind == "fat-tree" or self.oversubscription is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTree:
+    """Switches in a tree, and the servers on them.
+
+    Parameters
+    ----------
+    switches : tuple of (str, str)
+        Every switch and the one above it; empty for a top one.
+    servers : tuple of (str, str)
+        Every server and the switch that all its NICs are on; those that are not built count for uplinks, as if they
+        were like the first that is.
+    oversubscription : float or None
+        Downlinks over uplinks of every switch, 1 or more; None is 1.
+
+    Raises
+    ------
+    UsageError
+        The oversubscription makes no sense.
+    """
+
+    switches: tuple[tuple[str, str], ...]
+    servers: tuple[tuple[str, str], ...]
+    oversubscription: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_ratio(self.oversubscription)
+
+
+def join_servers(
+    network: ClusterNetwork | SwitchTree,
+    servers: Sequence[tuple[str, Sequence[NicPort]]],
+    *,
+    nics: int,
+    latency: float | None = None,
+) -> tuple[list[Device], list[Link]]:
+    """Switches, and the links to and among them.
+
+    Parameters
+    ----------
+    network : Network or SwitchTree
+    servers : sequence of (str, sequence of Port)
+        Name of each server, and its ports, whose devices have their names in the cluster.
+    nics : int
+        NICs of the server with most, whether they serve anybody or not.
+    latency : float or None
+        Seconds that the wire of a NIC states.
+
+    Raises
+    ------
+    UsageError
+        More rails than NICs, or servers that cannot reach each other.
+    """
+    if isinstance(network, SwitchTree):
+        return _join_tree(network, servers, latency)
+    most = max(nics, *(port.number + 1 for _, ports in servers for port in ports))
+    rails = network.rails or most
+    if rails > most:
+        raise UsageError(
+            f"{rails} rails, but no server has more than {most} NICs: rail{most} would be a switch without ports; "
+            f"use {most} rails or fewer"
+        )
+    links: list[Link] = []
+    down: dict[str, Counter[tuple[float, float]]] = {}
+    homes: list[tuple[str, ...]] = []
+    for number, (_, ports) in enumerate(servers):
+        home = tuple(_switch(network, number, port.number, rails) for port in ports)
+        homes.append(home)
+        for port, switch in zip(ports, home, strict=True):
+            links.append(Link(port.sender, switch, "network", port.out, latency=latency))
+            links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
+            down.setdefault(switch, Counter())[port.out, port.back] += 1
+    switches = sorted(down, key=lambda name: (len(name), name))
+    if network.has_spine and len(switches) > 1:
+        ratio = exact(network.oversubscription or 1.0)
+        for switch in switches:
+            links += _uplinks(switch, down[switch], ratio)
+        switches.append(SPINE)
+    else:
+        _check_reach([name for name, _ in servers], homes)
+    return [Device(switch, "switch") for switch in switches], links
+
+
+def _check_ratio(ratio: float | None) -> None:
+    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+    if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
+        raise UsageError(
+            f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
+        )
+
+
+def _join_tree(
+    tree: SwitchTree, servers: Sequence[tuple[str, Sequence[NicPort]]], latency: float | None
+) -> tuple[list[Device], list[Link]]:
+    """The switches that servers of the tree are below, up to the first one above all of them."""
+    above, home = dict(tree.switches), dict(tree.servers)
+    ways = {name: _upwards(home[name], above) for name, _ in servers}
+    common = [switch for switch in ways[servers[0][0]] if all(switch in way for way in ways.values())]
+    if not common:
+        first = servers[0][0]
+        other = next(name for name, way in ways.items() if not set(way) & set(ways[first]))
+        raise UsageError(
+            f"{first} and {other} cannot reach each other: nothing is above both {home[first]} and {home[other]}; "
+            "add a switch above them, or name nodes below one"
+        )
+    links: list[Link] = []
+    down: dict[str, Counter[tuple[float, float]]] = {}
+    for name, ports in servers:
+        for port in ports:
+            links.append(Link(port.sender, home[name], "network", port.out, latency=latency))
+            links.append(Link(home[name], port.receiver, "network", port.back, latency=latency))
+            down.setdefault(home[name], Counter())[port.out, port.back] += 1
+    for name, switch in tree.servers:
+        if name not in ways:
+            for port in servers[0][1]:
+                down.setdefault(switch, Counter())[port.out, port.back] += 1
+    ratio = exact(tree.oversubscription or 1.0)
+    used = {switch for way in ways.values() for switch in way[: way.index(common[0])]}
+    # From the servers up: what is below a switch is known before its uplink is.
+    for switch in sorted(above, key=lambda switch: (-len(_upwards(switch, above)), switch)):
+        if switch in down and above[switch]:
+            up, back = _uplinks(switch, down[switch], ratio, above[switch])
+            links += (up, back) if switch in used else ()
+            down.setdefault(above[switch], Counter())[up.bandwidth, back.bandwidth] += 1
+    listed = [switch for switch, _ in tree.switches if switch in used or switch == common[0]]
+    return [Device(switch, "switch") for switch in listed], links
+
+
+def _upwards(switch: str, above: Mapping[str, str]) -> list[str]:
+    """A switch and those above it, up to the top."""
+    way = [switch]
+    while above[way[-1]]:
+        way.append(above[way[-1]])
+    return way
+
+
+def _switch(network: ClusterNetwork, server: int, nic: int, rails: int) -> str:
+    if network.kind == "switch":
+        return "switch0"
+    if network.kind == "rail-optimised":
+        return f"rail{nic % rails}"
+    assert network.leaf_size is not None, "a fat tree has it"
+    return f"leaf{server // network.leaf_size}"
+
+
+def _uplinks(
+    switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction, above: str = SPINE
+) -> tuple[Link, Link]:
+    up = sum(exact(out) * number for (out, _), number in down.items()) / ratio
+    back = sum(exact(back) * number for (_, back), number in down.items()) / ratio
+    return (
+        Link(switch, above, "network", nearest_float(Fraction(up))),
+        Link(above, switch, "network", nearest_float(Fraction(back))),
+    )
+
+
+def _check_reach(servers: Sequence[str], homes: Sequence[Sequence[str]]) -> None:
+    """Refuse servers that no chain of common switches joins."""
+    reached = set(homes[0])
+    missing = [number for number, home in enumerate(homes) if not reached & set(home)]
+    grown = True
+    while missing and grown:
+        before = len(reached)
+        reached.update(*(home for home in homes if reached & set(home)))
+        grown = len(reached) > before
+        missing = [number for number in missing if not reached & set(homes[number])]
+    if missing:
+        first = missing[0]
+        raise UsageError(
+            f"{servers[0]} and {servers[first]} cannot reach each other: {servers[0]} has NICs on "
+            f"{', '.join(dict.fromkeys(homes[0]))}, {servers[first]} on {', '.join(dict.fromkeys(homes[first]))}, and "
+            "the rails are not joined; give an oversubscription, which joins them by a spine, or one switch"
+        )

@@ -1,0 +1,484 @@
+"""Select the part of a machine that one plan may use: ranks, links of its channels, routes.
+
+A *route* runs from one rank to another through forwarding devices only (switches, CPUs, NICs). A path through another
+rank is two edges of a tree. The NIC or CPU of a third server forwards only if it says so
+(`topoplan.machine.routing`). Capacities are exact rationals in GB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+from topoplan.errors import InfeasibleError, TopologyError, UsageError
+from topoplan.machine.routing import NOT_FORWARDING, RouteGraph, Transit, staged
+from topoplan.machine.topology import Link, Topology
+from topoplan.units import exact
+
+CHANNEL_LINKS = {
+    "nvlink": ("nvlink",),
+    "pcie": ("pcie", "sys", "c2c"),
+    "network": ("network",),
+    "all": ("nvlink", "pcie", "sys", "c2c"),
+    "all-staged": ("nvlink", "pcie", "sys", "c2c"),
+}
+"""Which links of the topology each channel of a plan is made of."""
+
+ALL, STAGED = "all", "all-staged"
+"""Channels of trees that take NVLink and PCIe side by side. Staged, PCIe carries only copies to a CPU's memory and from
+there (see `topoplan.machine.routing`), for which no peer access is switched."""
+
+UNIONS = (ALL, STAGED)
+"""Choices of channels that pack NVLink and PCIe together."""
+
+CHANNEL_CHOICES = {
+    "auto": (("nvlink",), (ALL,), ("pcie",), ("nvlink", "network"), ("pcie", "network")),
+    "nvlink": (("nvlink",),),
+    "pcie": (("pcie",),),
+    "nvlink+network": (("nvlink", "network"),),
+    "pcie+network": (("pcie", "network"),),
+    "all": ((ALL,), (ALL, "network")),
+    "all-staged": ((STAGED,), (STAGED, "network")),
+    "all+network": ((ALL, "network"),),
+    "all-staged+network": ((STAGED, "network"),),
+}
+"""What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
+
+CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
+"""What a plan may be asked to divide the buffer between: every tree keeps to one of the channels, the first leads."""
+
+_WORDS = {ALL: "nvlink and pcie together", STAGED: "nvlink together with pcie by way of the CPUs' memory"}
+
+MOST_LISTED = 16
+"""Routes between two ranks, shortest first, that are listed; the others are searched for where they are wanted."""
+
+
+class Arc(NamedTuple):
+    """One route between two ranks; arcs sort by tail, head, number of links, and links.
+
+    Parameters
+    ----------
+    tail, head : int
+        Ranks.
+    hops : int
+        Number of links.
+    links : tuple of int
+        Indices of the links it crosses, from tail to head.
+    route : tuple of str
+        Devices from tail to head.
+    channel : str
+    """
+
+    tail: int
+    head: int
+    hops: int
+    links: tuple[int, ...]
+    route: tuple[str, ...]
+    channel: str
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Ranks and usable directed links of an allocation.
+
+    Parameters
+    ----------
+    topology : Topology
+        Only the allocation's GPUs (see `Topology.subset`).
+    channels : tuple of str
+        Any of nvlink, pcie, network; or all or all-staged, and network.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
+    >>> fabric.size, len(fabric.links), fabric.arcs[0].route
+    (3, 6, ('gpu4', 'gpu5'))
+    """
+
+    topology: Topology
+    channels: tuple[str, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """Device of each rank."""
+        return self.topology.gpus
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The links that the channels may cross, in the topology's order.
+
+        Of several from one device to another the widest: a copy takes one path, and a route names devices only. Where
+        the buffer is split, the widest of each channel.
+        """
+        lane = {
+            name: channel if self.split else ""
+            for channel in self.channels
+            for name in CHANNEL_LINKS[channel]
+        }
+        widest: dict[tuple[str, str, str], Link] = {}
+        for link in self.topology.links:
+            if link.channel in lane:
+                ends = (link.src, link.dst, lane[link.channel])
+                if ends not in widest or link.bandwidth > widest[ends].bandwidth:
+                    widest[ends] = link
+        kept = set(widest.values())
+        return tuple(link for link in self.topology.links if link in kept)
+
+    @property
+    def split(self) -> bool:
+        """True where NVLink and PCIe run side by side: the driver mixes them in no route and no tree."""
+        return {"nvlink", "pcie"} <= set(self.channels)
+
+    @property
+    def union(self) -> bool:
+        """True where trees take NVLink and PCIe side by side."""
+        return self.channels[0] in UNIONS
+
+    @cached_property
+    def nvlink_pairs(self) -> frozenset[tuple[int, int]]:
+        """Ranks that NVLink joins without a rank between them: PCIe joins them once peer access is switched."""
+        nvlink = Fabric(self.topology, ("nvlink",))
+        return frozenset((arc.tail, arc.head) for arc in nvlink.arcs)
+
+    @cached_property
+    def edge_channels(self) -> tuple[str, ...]:
+        """What an edge may say that it crosses."""
+        return ("nvlink", "pcie", *self.channels) if self.union else self.channels
+
+    @cached_property
+    def capacity(self) -> tuple[Fraction, ...]:
+        """Capacity of each link in GB/s, exact."""
+        known = {bandwidth: exact(bandwidth) for bandwidth in {link.bandwidth for link in self.links}}
+        return tuple(known[link.bandwidth] for link in self.links)
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Ranks first, then helpers, then the forwarding devices on usable links, in the topology's order."""
+        touched = {end for link in self.links for end in (link.src, link.dst)}
+        rest = (d for d in self.topology.devices if d.kind not in ("gpu", "helper") and d.name in touched)
+        return self.vertices + tuple(device.name for device in rest)
+
+    @cached_property
+    def helpers(self) -> tuple[str, ...]:
+        """Devices on usable links that add and copy but are no ranks."""
+        touched = {end for link in self.links for end in (link.src, link.dst)}
+        return tuple(d.name for d in self.topology.devices if d.kind == "helper" and d.name in touched)
+
+    @cached_property
+    def vertices(self) -> tuple[str, ...]:
+        """What trees join, as edges number it: the ranks, then the helpers."""
+        return self.ranks + self.helpers
+
+    @cached_property
+    def link_index(self) -> dict[tuple[str, str], int]:
+        """Index of the usable link from one device to another."""
+        return {(link.src, link.dst): number for number, link in enumerate(self.links)}
+
+    @cached_property
+    def link_on(self) -> dict[tuple[str, str, str], int]:
+        """Index of the widest link from one device to another that an edge of a channel may cross.
+
+        An edge over the network may start and end on any link of the plan; other edges keep to their own.
+        """
+        found: dict[tuple[str, str, str], int] = {}
+        for number, link in enumerate(self.links):
+            for channel in self.edge_channels:
+                if channel == "network" or link.channel in CHANNEL_LINKS[channel]:
+                    known = found.setdefault((link.src, link.dst, channel), number)
+                    if link.bandwidth > self.links[known].bandwidth:
+                        found[link.src, link.dst, channel] = number
+        return found
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """Every link as a pair of positions in `nodes`."""
+        position = {name: i for i, name in enumerate(self.nodes)}
+        return tuple((position[link.src], position[link.dst]) for link in self.links)
+
+    @cached_property
+    def transit(self) -> Transit:
+        """Which devices do not forward what another server sends."""
+        return Transit.of(self.topology)
+
+    @cached_property
+    def route_graph(self) -> RouteGraph:
+        """What searches for routes walk on: states 0 to N - 1 are the ranks."""
+        return self.transit.graph(self.nodes, len(self.vertices), self.ends)
+
+    @property
+    def has_transit(self) -> bool:
+        """True where links lead through a third server that does not forward, so that not every path is a route."""
+        return self.route_graph.ends is not self.ends
+
+    @cached_property
+    def direct(self) -> bool:
+        """True when every usable link joins two ranks: no switch in between."""
+        return len(self.nodes) == self.size
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """True when every link has an equal one in the other direction."""
+        capacity = {(s, d): c for (s, d), c in zip(self.ends, self.capacity, strict=True)}
+        return all(capacity.get((d, s)) == c for (s, d), c in capacity.items())
+
+    @cached_property
+    def copying(self) -> frozenset[str]:
+        """Devices on usable links that can copy one input to several outputs."""
+        used = set(self.nodes[self.size :])
+        return frozenset(d.name for d in self.topology.devices if d.multicast and d.name in used)
+
+    @cached_property
+    def adding(self) -> frozenset[str]:
+        """Devices on usable links that can add several inputs."""
+        used = set(self.nodes[self.size :])
+        return frozenset(d.name for d in self.topology.devices if d.reduce and d.name in used)
+
+    @property
+    def in_network(self) -> bool:
+        """True when a switch on usable links can copy or add."""
+        return bool(self.copying or self.adding)
+
+    def forwarding_only(self) -> Fabric:
+        """The same fabric with switches that neither copy nor add, and helpers that are such switches."""
+        if not self.in_network and not self.helpers:
+            return self
+        devices = tuple(
+            replace(
+                device,
+                kind="switch" if device.kind == "helper" else device.kind,
+                multicast=False,
+                reduce=False,
+            )
+            for device in self.topology.devices
+        )
+        return Fabric(replace(self.topology, devices=devices), self.channels)
+
+    @cached_property
+    def arcs(self) -> tuple[Arc, ...]:
+        """Routes between all pairs of ranks, in ascending order: of each pair the first `MOST_LISTED`, at least one.
+
+        Which of many routes a tree takes is for a search to say (`topoplan.solve.route_table`,
+        `topoplan.schedules.routes`), since those that are left out may be the only ones with capacity left.
+        """
+        return self._listed[0]
+
+    @property
+    def lists_every_route(self) -> bool:
+        """True where `arcs` leaves no route out."""
+        return not self._listed[1]
+
+    @property
+    def lists_shortest_routes(self) -> bool:
+        """True where `arcs` leaves out no route that has as few links as any between the same ranks."""
+        return "shortest" not in self._listed[1]
+
+    @cached_property
+    def _listed(self) -> tuple[tuple[Arc, ...], frozenset[str]]:
+        """The arcs, and which kinds are left out: at most `MOST_LISTED` ways to each switch are followed on."""
+        graph = self.route_graph
+        leaving = graph.leaving()
+        arcs = []
+        left_out: set[str] = set()
+        for tail in range(self.size):
+            found: dict[int, list[tuple[int, ...]]] = {}
+            ways: dict[int, int] = {}
+            depth: dict[int, int] = {}
+            level: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(tail, (), (tail,))]
+            while level:
+                following = []
+                for state, path, visited in level:
+                    for number, dst in leaving[state]:
+                        if graph.nodes[dst] in visited:
+                            continue
+                        ways[dst] = ways.get(dst, 0) + 1
+                        links = len(path) + 1
+                        if ways[dst] > MOST_LISTED:
+                            left_out.add("shortest" if links == depth[dst] else "longer")
+                            continue
+                        depth.setdefault(dst, links)
+                        if dst < self.size:
+                            found.setdefault(dst, []).append((*path, number))
+                        else:
+                            following.append((dst, (*path, number), (*visited, graph.nodes[dst])))
+                level = following
+            for head in sorted(found):
+                arcs += [self.arc(path) for path in found[head]]
+        return tuple(arcs), frozenset(left_out)
+
+    def arc(self, links: tuple[int, ...]) -> Arc:
+        """The arc that crosses these links, given by their indices from its tail to its head."""
+        tail, head = self.ends[links[0]][0], self.ends[links[-1]][1]
+        route = (self.ranks[tail], *(self.links[number].dst for number in links))
+        return Arc(tail, head, len(links), links, route, self.channel_of(links))
+
+    def channel_of(self, path: Sequence[int]) -> str:
+        """The channel name of an edge that crosses these links."""
+        crossed = {self.links[number].channel for number in path}
+        for channel in ("nvlink", "pcie"):
+            if crossed <= set(CHANNEL_LINKS[channel]):
+                return channel
+        return "network" if "network" in crossed else self.channels[0]
+
+    def unreachable(self, collective: str = "allreduce", root: int | None = None) -> tuple[str, ...]:
+        """A cut that no link leaves and that a collective has to cross, as the devices in it; () if there is none.
+
+        A broadcast needs ways from its root, a reduce ways to it, every other collective ways between all ranks.
+        """
+        ranks = set(range(self.size))
+        start = root if root is not None else 0
+        if collective != "reduce":
+            reached = self._reached_from(start, forward=True)
+            if not reached >= ranks:
+                return self.devices_of(reached)
+        if collective != "broadcast":
+            lost = ranks - self._reached_from(start, forward=False)
+            if lost:
+                return self.devices_of(self._reached_from(min(lost), forward=True))
+        return ()
+
+    def devices_of(self, states: Iterable[int]) -> tuple[str, ...]:
+        """Names of the devices that some states of the graph of routes stand for, in the order of `nodes`."""
+        return tuple(self.nodes[node] for node in sorted({self.route_graph.nodes[state] for state in states}))
+
+    def zero_reach(self, start: int, length: Sequence[int], *, forward: bool) -> set[int]:
+        """States that a state reaches, or for ``forward=False`` that reach it, over links of length zero."""
+        return self._reached_from(start, forward=forward, length=length)
+
+    def _reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
+        table = self.route_graph.leaving() if forward else self.route_graph.entering()
+        reached = {start}
+        frontier = [start]
+        for state in frontier:
+            for number, other in table[state]:
+                if other not in reached and (length is None or length[number] == 0):
+                    reached.add(other)
+                    frontier.append(other)
+        return reached
+
+
+def channel_words(channels: Sequence[str]) -> str:
+    """Channels of a plan, or of its links, for a sentence.
+
+    Examples
+    --------
+    >>> channel_words(("nvlink", "network")), channel_words(("all",))
+    ('nvlink and network', 'nvlink and pcie together')
+    """
+    return " and ".join(_WORDS.get(channel, channel) for channel in channels)
+
+
+def usable_fabric(
+    topology: Topology, *, channels: str = "auto", collective: str = "allreduce", root: int | None = None
+) -> Fabric:
+    """The fabric that a plan for this allocation runs on.
+
+    Parameters
+    ----------
+    topology : Topology
+        The allocation (see `Topology.subset`).
+    channels : str
+        ``auto`` takes NVLink where it connects all ranks, else NVLink islands together with the PCIe between them, else
+        PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
+        network; the other choices insist.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce, which need ways from or to it only.
+
+    Raises
+    ------
+    InfeasibleError
+        The links asked for do not connect the ranks; the message and ``cut`` name the devices on one side.
+    UsageError
+        Unknown value of ``channels``.
+    TopologyError
+        A helper has no link in, or none out.
+    """
+    _check_helpers(topology)
+    if channels not in CHANNEL_CHOICES:
+        raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
+    if channels.startswith(ALL) and not _states_pcie(topology):
+        raise UsageError(
+            f"{topology.name} states no PCIe links, which channels {channels} would take beside NVLink; use auto"
+        )
+    for choice in CHANNEL_CHOICES[channels]:
+        fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
+        if channels == "auto" and fabric.union and not _has_islands(topology):
+            continue
+        if not fabric.unreachable(collective, root):
+            return fabric
+    raise _no_path(topology, channels, collective, root)
+
+
+def _states_pcie(topology: Topology) -> bool:
+    return any(link.channel in CHANNEL_LINKS["pcie"] for link in topology.links)
+
+
+def _has_islands(topology: Topology) -> bool:
+    """True where NVLink joins some of the ranks, but leaves PCIe to join the others."""
+    nvlink = Fabric(topology, ("nvlink",))
+    ranks = set(range(nvlink.size))
+    return any(len(nvlink._reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
+
+
+def _check_helpers(topology: Topology) -> None:
+    """A helper that nothing reaches, or that reaches nothing, is a mistake in the machine."""
+    for device in topology.devices:
+        if device.kind == "helper":
+            for end in ("dst", "src"):
+                if not any(getattr(link, end) == device.name for link in topology.links):
+                    raise TopologyError(
+                        f"helper {device.name} has no link {'in' if end == 'dst' else 'out'}; add one to the machine, "
+                        "or take the helper out of it"
+                    )
+
+
+def _forwarding(fabric: Fabric) -> Fabric:
+    """The fabric if the NICs and CPUs of all servers forwarded."""
+    devices = tuple(
+        replace(device, forwards=device.kind in NOT_FORWARDING) for device in fabric.topology.devices
+    )
+    return Fabric(replace(fabric.topology, devices=devices), fabric.channels)
+
+
+def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:
+    """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
+    mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
+    cut = mixed.unreachable(collective, root)
+    if cut and not _forwarding(mixed).unreachable(collective, root):
+        gpus = [name for name in cut if name in topology.gpus]
+        others = [name for name in topology.gpus if name not in gpus]
+        return InfeasibleError(
+            f"every path from {{{', '.join(gpus)}}} to {{{', '.join(others)}}} passes NICs or CPUs of a third server, "
+            "which do not forward what other servers send; plan with a GPU of that server too, or state "
+            '"forwards": true of these devices',
+            cut=cut,
+        )
+    wires = {
+        "auto": "NVLink, PCIe or network",
+        "nvlink": "NVLink",
+        "pcie": "PCIe",
+        ALL: "NVLink or PCIe",
+    }.get(channels, channels)
+    hint = "" if channels == "auto" else "; try --channels auto"
+    if channels == "auto" and _has_islands(topology) and not _states_pcie(topology):
+        hint = "; NVLink joins only some of them, and the machine states no PCIe links of a host that joins the others"
+    if not cut:
+        cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable(collective, root)
+        wires = "NVLink"
+        hint = ", and PCIe or network alone do not connect the GPUs either; plan each part alone with --gpus"
+    gpus = [name for name in cut if name in topology.gpus]
+    others = [name for name in topology.gpus if name not in gpus]
+    return InfeasibleError(
+        f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "
+        f"nothing leaves the cut {{{', '.join(cut)}}}{hint}",
+        cut=cut,
+    )

@@ -1,0 +1,408 @@
+"""Compute the structure of a fabric: ranks by server, labelled graph with colour refinement.
+
+Links that leave a server are those of NICs to switches and cables between servers.
+
+Nodes of the labelled graph are positions in `Fabric.nodes`, ranks first. The label of a node says whether it is a
+rank or a helper and whether it copies or adds; the label of a link stands for bandwidth, channel and latency. Names,
+kinds, models and NUMA nodes are left out. In a fabric with paths through third servers, which routes must not take
+(`topoplan.machine.routing`), labels also say which devices do not forward and which links join two servers, so that
+symmetries map routes to routes. Symmetries are found and checked on this graph.
+
+Refinement (Weisfeiler and Leman 1968, directed) names every colour by its position among the sorted signatures.
+Isomorphic colourings get equal names, and two nodes share a colour only if their signatures are equal: no hashing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
+from topoplan.machine.topology import Device, Link, Topology
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledGraph:
+    """Nodes and directed links with labels.
+
+    Parameters
+    ----------
+    ranks : int
+        Nodes 0 to ``ranks - 1`` are the ranks.
+    node_labels : int64 array (nodes,)
+    tails, heads, link_labels : int64 arrays (links,)
+        At most one link from one node to another.
+    """
+
+    ranks: int
+    node_labels: Integers
+    tails: Integers
+    heads: Integers
+    link_labels: Integers
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        return len(self.node_labels)
+
+    @cached_property
+    def _link_keys(self) -> tuple[Integers, Integers]:
+        """The links' (tail, head) as one number, sorted, and the order that sorts them."""
+        keys = self.tails * self.size + self.heads
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+
+    @cached_property
+    def _halves(self) -> tuple[Integers, Integers, Integers, list[int]]:
+        """For the signatures: place, neighbour and first place of the owner of every entry, and the owners' ends.
+
+        Each node owns an entry for itself, which comes first, and one for each link out, then in; places grow with
+        owner and link label.
+        """
+        kinds = int(self.link_labels.max(initial=-1)) + 1
+        nodes = np.arange(self.size, dtype=np.int64)
+        owner = np.concatenate((nodes, self.tails, self.heads))
+        neighbour = np.concatenate((nodes, self.heads, self.tails))
+        label = np.concatenate((np.zeros_like(nodes), self.link_labels + 1, self.link_labels + 1 + kinds))
+        order = np.argsort(owner, kind="stable")
+        place = (owner * (2 * kinds + 1) + label)[order]
+        ends = np.cumsum(np.bincount(owner, minlength=self.size))
+        return place, neighbour[order], owner[order] * (2 * kinds + 1), ends.tolist()
+
+    def image_of_links(self, permutation: Integers, into: LabelledGraph | None = None) -> Integers | None:
+        """Where a permutation of the nodes takes each link; None where it is no automorphism.
+
+        Parameters
+        ----------
+        permutation : int64 array (nodes,)
+            Node i goes to ``permutation[i]``.
+        into : Wiring or None
+            Another wiring, for an isomorphism onto it.
+        """
+        into = self if into is None else into
+        if permutation.shape != (self.size,) or permutation.dtype.kind not in "iu":
+            return None
+        if into.size != self.size or len(into.tails) != len(self.tails):
+            return None
+        if not np.array_equal(np.sort(permutation), np.arange(self.size)):
+            return None
+        if not np.array_equal(into.node_labels[permutation], self.node_labels):
+            return None
+        keys, order = into._link_keys
+        wanted = permutation[self.tails] * self.size + permutation[self.heads]
+        found = np.searchsorted(keys, wanted)
+        found[found == len(keys)] = 0
+        if not np.array_equal(keys[found], wanted):
+            return None
+        image = order[found]
+        return image if np.array_equal(into.link_labels[image], self.link_labels) else None
+
+    def refined(self, colours: Integers) -> Integers:
+        """The coarsest equitable refinement of a colouring, with colours numbered from 0.
+
+        Two nodes keep a common colour only where, for every link label and colour, they have as many links out to,
+        and in from, nodes of that colour. The order of the given colours is kept.
+
+        Parameters
+        ----------
+        colours : int64 array (nodes,)
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> from topoplan.machine.fabric import Fabric
+        >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",)))
+        >>> wiring.refined(wiring.node_labels).tolist()
+        [1, 0, 1]
+        """
+        names, colour = np.unique(colours, return_inverse=True)
+        known = len(names)
+        while known < self.size:
+            rows = self.signatures(colour, colour)
+            number = {row: place for place, row in enumerate(sorted(set(rows)))}
+            colour = np.array([number[row] for row in rows], dtype=np.int64)
+            if len(number) == known:
+                break
+            known = len(number)
+        return colour.astype(np.int64)
+
+    def signatures(self, own: Integers, around: Integers) -> list[bytes]:
+        """For every node its number in ``own``, then its links with the numbers of their other ends in ``around``.
+
+        Equal texts mean equal signatures, and the texts sort as the numbers do.
+
+        Parameters
+        ----------
+        own, around : int64 arrays (nodes,)
+            Numbers from 0.
+        """
+        place, neighbour, owner, ends = self._halves
+        starts = [0, *ends[:-1]]
+        width = int(max(own.max(initial=0), around.max(initial=0))) + 1
+        entries = around[neighbour]
+        entries[starts] = own
+        entries += place * width
+        entries.sort()
+        entries -= owner * width
+        # Big-endian bytes compare as the numbers do.
+        text = entries.astype(">i8").tobytes()
+        return [text[8 * start : 8 * end] for start, end in zip(starts, ends, strict=True)]
+
+    @cached_property
+    def twins(self) -> Integers:
+        """For each node that is no rank the smallest with the same links to and from the same nodes."""
+        rows = self.signatures(self.node_labels, np.arange(self.size))
+        first: dict[bytes, int] = {}
+        return np.array(
+            [v if v < self.ranks else first.setdefault(row, v) for v, row in enumerate(rows)], dtype=np.int64
+        )
+
+    def part(self, kept: Integers) -> LabelledGraph:
+        """The wiring of some nodes, ascending, with the links between them; labels keep their numbers."""
+        position = np.full(self.size, -1, dtype=np.int64)
+        position[kept] = np.arange(len(kept))
+        inside = (position[self.tails] >= 0) & (position[self.heads] >= 0)
+        return LabelledGraph(
+            int(np.count_nonzero(kept < self.ranks)),
+            self.node_labels[kept],
+            position[self.tails[inside]],
+            position[self.heads[inside]],
+            self.link_labels[inside],
+        )
+
+
+def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
+    """The labelled arrays of a fabric.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
+    >>> wiring.ranks, wiring.size, len(wiring.tails), sorted(set(wiring.link_labels.tolist()))
+    (16, 17, 32, [0])
+    """
+    # Equal bandwidths are equal floats: the exact rational is a function of the float.
+    return _labelled(
+        fabric,
+        [
+            (link.channel, float(link.bandwidth), -1.0 if link.latency is None else float(link.latency))
+            for link in fabric.links
+        ],
+    )
+
+
+def bare_labelled_graph_of(fabric: Fabric) -> LabelledGraph:
+    """As `labelled_graph_of`, with links that are told apart by their channels alone, whatever their bandwidth and
+    latency.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> wiring = bare_labelled_graph_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> sorted(set(wiring.link_labels.tolist()))
+    [0]
+    """
+    return _labelled(fabric, [(link.channel, 0.0, 0.0) for link in fabric.links])
+
+
+def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> LabelledGraph:
+    transit = fabric.transit if fabric.has_transit else None
+    marked = [
+        (*label, transit is not None and transit.joins(link))
+        for label, link in zip(labels, fabric.links, strict=True)
+    ]
+    position = {name: i for i, name in enumerate(fabric.nodes)}
+    kinds = np.zeros(len(position), dtype=np.int64)
+    kinds[: fabric.size] = 4
+    kinds[fabric.size : len(fabric.vertices)] = 8
+    for device in fabric.topology.devices:
+        if (device.multicast or device.reduce) and device.name in position:
+            kinds[position[device.name]] += 2 * device.multicast + device.reduce
+        if transit is not None and device.name in transit.ends and device.name in position:
+            kinds[position[device.name]] += 16
+    number = {label: place for place, label in enumerate(sorted(set(marked)))}
+    ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
+    return LabelledGraph(
+        fabric.size, kinds, ends[:, 0], ends[:, 1], np.array([number[x] for x in marked], dtype=np.int64)
+    )
+
+
+def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> LabelledGraph:
+    """All links of a machine over some channels, in which allocations are parts that can be compared exactly.
+
+    Labels hold all that a plan, a ring or the time model reads: of a device its kind and whether it copies or adds; of
+    what joins two devices, which a fabric reduces to one link, every link's channel, bandwidth, wires and latency; and
+    what decides which routes pass a third server.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> from_first = wiring.tails == 0
+    >>> wiring.ranks, wiring.heads[from_first].tolist(), wiring.link_labels[from_first].tolist()
+    (8, [1, 2, 3, 4], [0, 0, 1, 1])
+    """
+    fabric = Fabric(topology, tuple(channels))
+    position = {name: i for i, name in enumerate(fabric.nodes)}
+    by_name = {device.name: device for device in topology.devices}
+    kinds = [
+        (by_name[name].kind, by_name[name].multicast, by_name[name].reduce, by_name[name].forwards)
+        for name in fabric.nodes
+    ]
+    transit = fabric.transit if fabric.has_transit else None
+    usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
+    bundles: dict[tuple[int, int], list[tuple[str, float, int, float, bool]]] = {}
+    # Where NVLink and PCIe join the same two devices, trees over both take the wider of them alone.
+    for link in fabric.links if fabric.union else topology.links:
+        if link.channel in usable:
+            latency = -1.0 if link.latency is None else float(link.latency)
+            between = transit is not None and transit.joins(link)
+            label = (link.channel, float(link.bandwidth), link.count, latency, between)
+            bundles.setdefault((position[link.src], position[link.dst]), []).append(label)
+    labels = [tuple(sorted(bundle)) for bundle in bundles.values()]
+    number_of_kind = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
+    number = {label: place for place, label in enumerate(sorted(set(labels)))}
+    ends = np.array(list(bundles), dtype=np.int64).reshape(-1, 2)
+    return LabelledGraph(
+        fabric.size,
+        np.array([number_of_kind[kind] for kind in kinds], dtype=np.int64),
+        ends[:, 0],
+        ends[:, 1],
+        np.array([number[label] for label in labels], dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class FabricServers:
+    """Servers that hold ranks of a fabric, in the order of their first ranks.
+
+    Parameters
+    ----------
+    fabric : Fabric
+
+    Examples
+    --------
+    >>> from topoplan.machine.cluster import nvswitch_cluster
+    >>> servers = FabricServers(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")))
+    >>> servers.names, servers.of_rank.tolist()
+    (('s0', 's1'), [0, 0, 0, 0, 1, 1, 1, 1])
+    """
+
+    fabric: Fabric
+
+    @cached_property
+    def _of_device(self) -> dict[str, str]:
+        return {device.name: device.server for device in self.fabric.topology.devices}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(dict.fromkeys(self._of_device[name] for name in self.fabric.ranks))
+
+    @cached_property
+    def of_rank(self) -> NDArray[np.int64]:
+        """(N,) int64: number of the server of every rank."""
+        number = {name: i for i, name in enumerate(self.names)}
+        return np.array([number[self._of_device[name]] for name in self.fabric.ranks], dtype=np.int64)
+
+    @cached_property
+    def members(self) -> tuple[NDArray[np.int64], ...]:
+        """The ranks of every server."""
+        return tuple(np.flatnonzero(self.of_rank == number) for number in range(len(self.names)))
+
+    @cached_property
+    def same(self) -> NDArray[np.bool_]:
+        """(N, N) bool: True where two ranks are on one server."""
+        return np.asarray(self.of_rank[:, None] == self.of_rank[None, :])
+
+    @cached_property
+    def ends(self) -> tuple[tuple[str, str], ...]:
+        """Servers at both ends of every link; empty names for switches between servers."""
+        return tuple((self._of_device[link.src], self._of_device[link.dst]) for link in self.fabric.links)
+
+    @cached_property
+    def crossing(self) -> NDArray[np.bool_]:
+        """(links,) bool: True for links that leave or enter a server."""
+        return np.array([src != dst for src, dst in self.ends], dtype=bool)
+
+    @cached_property
+    def stars(self) -> bool:
+        """True where inside every server all ranks hang on one switch, and no two are joined in another way."""
+        fabric = self.fabric
+        ranks = set(fabric.ranks)
+        hubs: dict[str, set[str]] = {}
+        beside: dict[str, set[str]] = {}
+        for link, (src, dst) in zip(fabric.links, self.ends, strict=True):
+            if src == dst:
+                if link.src in ranks and link.dst in ranks:
+                    return False
+                for rank, other in ((link.src, link.dst), (link.dst, link.src)):
+                    if rank in ranks:
+                        beside.setdefault(other, set()).add(rank)
+                    elif other not in ranks:
+                        return False
+        for device, near in beside.items():
+            if len(near) > 1:
+                hubs.setdefault(self._of_device[device], set()).add(device)
+        return all(len(devices) == 1 for devices in hubs.values())
+
+    def keeps(self, permutation: Sequence[int]) -> bool:
+        """True where a permutation of `Fabric.nodes` takes each server to one server, and switches of none to such."""
+        home = [self._of_device[name] for name in self.fabric.nodes]
+        image_of: dict[str, str] = {}
+        for node, image in enumerate(permutation):
+            if image_of.setdefault(home[node], home[image]) != home[image]:
+                return False
+        return len(set(image_of.values())) == len(image_of) and image_of.get("", "") == ""
+
+    def check(self) -> None:
+        """Refuse what cannot be composed.
+
+        Raises
+        ------
+        UsageError
+            All ranks are on one server.
+        InfeasibleError
+            The ranks of a server are not connected inside it; carries the cut.
+        """
+        if len(self.names) < 2:
+            where = f"are on {self.names[0]}" if self.names[0] else "name no server"
+            raise UsageError(
+                f"three phases need GPUs on two servers or more, and all {self.fabric.size} {where}; "
+                "plan trees instead (method exact)"
+            )
+        for name, inside in self.alone():
+            cut = inside.unreachable()
+            if cut:
+                near = [rank for rank in cut if rank in inside.ranks]
+                far = [rank for rank in inside.ranks if rank not in near]
+                wires = "+".join(channel for channel in self.fabric.channels if channel != "network")
+                raise InfeasibleError(
+                    f"three phases need the GPUs of {name} connected inside it, and no {wires} path leads from "
+                    f"{{{', '.join(near)}}} to {{{', '.join(far)}}}; plan trees instead (method exact)",
+                    cut=cut,
+                )
+
+    def alone(self) -> Iterator[tuple[str, Fabric]]:
+        """Every server with several ranks, without what lies outside it."""
+        fabric = self.fabric
+        devices: dict[str, list[Device]] = {}
+        for device in fabric.topology.devices:
+            devices.setdefault(device.server, []).append(device)
+        links: dict[str, list[Link]] = {}
+        for link, (src, dst) in zip(fabric.links, self.ends, strict=True):
+            if src == dst:
+                links.setdefault(src, []).append(link)
+        for number, name in enumerate(self.names):
+            if len(self.members[number]) > 1:
+                part = Topology(name, tuple(devices[name]), tuple(links.get(name, ())))
+                yield name, Fabric(part, fabric.channels)

@@ -1,0 +1,408 @@
+"""Make the Topology of one server from its description: NVLinks, PCIe tree, links between CPUs.
+
+The PCIe tree keeps GPUs, NICs and the switches that they share. Branches without a GPU or NIC are left out. A port
+above a single device is a part of its link; a port above several functions of one card stays, since they share its
+link. Two levels of one Broadcom switch chip, which shows itself as a cascade but carries full bandwidth between all
+ports, become one switch (NCCL, ``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one
+link, as fast as the slower. A PCIe wire or a link between CPUs is full-duplex: two links of equal bandwidth.
+
+Each GPU lists the far ends of its NVLinks, so a link between two GPUs is listed once for each direction. All NVSwitch
+chips are one switch, since hardware stripes every transfer over them. Each NVLink that NCCL ignores silently gets a
+note.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+
+from topoplan.errors import TopologyError
+from topoplan.machine.hardware import nvswitch_capable
+from topoplan.machine.host import Host, HostGpu, HostNic, NvlinkBundle, PciDevice
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.units import counted, summed
+
+SWITCH = "nvswitch0"
+
+STRIPED = f"{SWITCH} stands for all NVSwitch chips: hardware stripes every transfer over them"
+
+
+def nvlink_links(
+    host: Host, names: Mapping[str, str], cpus: Mapping[str, str]
+) -> tuple[tuple[Link, ...], tuple[str, ...]]:
+    """Links over NVLink, in both directions, and notes.
+
+    Parameters
+    ----------
+    host : Host
+    names : mapping of str to str
+        Name of each GPU by its bus id.
+    cpus : mapping of str to str
+        Name of the CPU of each GPU by the GPU's bus id.
+
+    Returns
+    -------
+    tuple of Link
+        Between GPUs in the order of their numbers, then to the switch, then to CPUs.
+    tuple of str
+        One note for everything that was left out or looks wrong.
+    """
+    notes: list[str] = []
+    direct: dict[tuple[str, str], NvlinkBundle] = {}
+    others: list[Link] = []
+    for gpu in host.gpus:
+        name = names[gpu.busid]
+        for bundle in gpu.nvlinks:
+            if bundle.end == "gpu" and bundle.target in names and bundle.target != gpu.busid:
+                direct[name, names[bundle.target]] = _joined(direct.get((name, names[bundle.target])), bundle)
+            elif bundle.end == "nvswitch":
+                others += _to_and_from(name, SWITCH, bundle)
+            elif bundle.end == "cpu" and gpu.busid in cpus:
+                others += _to_and_from(name, cpus[gpu.busid], bundle)
+            else:
+                notes.append(_omission_note(gpu, name, bundle))
+    notes += _one_sided(direct)
+    return (*_paired(direct), *_merged(others)), tuple(notes)
+
+
+def _joined(first: NvlinkBundle | None, second: NvlinkBundle) -> NvlinkBundle:
+    if first is None:
+        return second
+    bandwidth = summed((first.bandwidth, second.bandwidth))
+    return NvlinkBundle(second.end, second.target, first.count + second.count, bandwidth)
+
+
+def _to_and_from(name: str, end: str, bundle: NvlinkBundle) -> list[Link]:
+    ends = ((name, end), (end, name))
+    return [Link(src, dst, "nvlink", bundle.bandwidth, bundle.count) for src, dst in ends]
+
+
+def _merged(links: list[Link]) -> list[Link]:
+    """Links with the same ends as one: a GPU may list several switch chips."""
+    merged: dict[tuple[str, str], Link] = {}
+    for link in links:
+        before = merged.get((link.src, link.dst))
+        count, bandwidth = (before.count, before.bandwidth) if before else (0, 0.0)
+        merged[link.src, link.dst] = Link(
+            link.src, link.dst, "nvlink", summed((bandwidth, link.bandwidth)), count + link.count
+        )
+    return list(merged.values())
+
+
+def _paired(direct: Mapping[tuple[str, str], NvlinkBundle]) -> list[Link]:
+    """Both directions of a pair side by side."""
+    order = dict.fromkeys(pair for ends in direct for pair in (ends, ends[::-1]) if pair in direct)
+    return [Link(*ends, "nvlink", direct[ends].bandwidth, direct[ends].count) for ends in order]
+
+
+def _one_sided(direct: Mapping[tuple[str, str], NvlinkBundle]) -> list[str]:
+    notes = []
+    for (src, dst), bundle in direct.items():
+        back = direct.get((dst, src))
+        if back is None:
+            notes.append(
+                f"{src} lists {bundle.count} NVLinks to {dst}, but {dst} lists none to {src}; used in one direction"
+            )
+        elif back.count < bundle.count:
+            notes.append(
+                f"{src} lists {bundle.count} NVLinks to {dst}, but {dst} lists {back.count} to {src}; each as listed"
+            )
+    return notes
+
+
+def _omission_note(gpu: HostGpu, name: str, bundle: NvlinkBundle) -> str:
+    links = f"{name}: {counted(bundle.count, 'NVLink')}"
+    if bundle.target == gpu.busid:
+        return f"{links} to itself ({bundle.target}); which GPU is at the far end is not known, so they are left out"
+    if bundle.end == "gpu":
+        return f"{links} to {bundle.target}, which is none of the GPUs; they are left out"
+    return f"{links} to an unknown far end {bundle.target or '(not visible)'}; they are left out"
+
+
+SERVER = "s0"
+
+
+def host_topology(host: Host) -> Topology:
+    """The Topology of a server: ``gpu<n>``, ``nvswitch0``, ``pcie<i>``, ``cpu<i>``, ``nic<i>``, unless it names them.
+
+    Raises
+    ------
+    TopologyError
+        Two devices of one bus id or name, a NUMA node that is not listed, or a GPU or NIC that is not in the tree.
+
+    Examples
+    --------
+    >>> from topoplan.machine.host import HostCpu, HostGpu, NvlinkBundle
+    >>> ids = ["0000:07:00.0", "0000:08:00.0"]
+    >>> gpus = [HostGpu(ids[i], i, "V100", (NvlinkBundle("gpu", ids[1 - i], 2, 50.0),)) for i in (0, 1)]
+    >>> tree = tuple(PciDevice(busid, "gpu", "", 0, 12.0) for busid in ids)
+    >>> machine = host_topology(Host("pair", (HostCpu(0, 8.0),), tree, tuple(gpus), ()))
+    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('gpu0', 'gpu1', 50.0), ('gpu1', 'gpu0', 50.0), ('gpu0', 'cpu0', 12.0), ('cpu0', 'gpu0', 12.0),
+     ('gpu1', 'cpu0', 12.0), ('cpu0', 'gpu1', 12.0)]
+    """
+    check_tree(host.tree)
+    nics = {nic.busid: nic for nic in host.nics if nic.busid}
+    tree = switch_tree(device for device in host.tree if device.kind != "nic" or device.busid in nics)
+    names = _names(host, tree)
+    cpu_names = {cpu.number: cpu.name or f"cpu{i}" for i, cpu in enumerate(host.cpus)}
+    place = {device.busid: device for device in tree}
+    for device in tree:
+        if not device.parent and device.cpu not in cpu_names:
+            raise TopologyError(f"pci {device.busid} is on NUMA node {device.cpu}, which is not listed")
+    for gpu in host.gpus:
+        if gpu.busid not in place:
+            raise TopologyError(f"GPU {gpu.number} is at {gpu.busid}, which is not in the PCIe tree")
+    cpu_of = {gpu.busid: cpu_names[_root(place, gpu.busid).cpu] for gpu in host.gpus}
+    nvlinks, nvlink_notes = nvlink_links(host, {gpu.busid: names[gpu.busid] for gpu in host.gpus}, cpu_of)
+    switched = any(SWITCH in (link.src, link.dst) for link in nvlinks)
+    links = [*nvlinks]
+    for gpu in host.gpus:
+        if gpu.c2c:
+            links += both_ways(names[gpu.busid], cpu_of[gpu.busid], "c2c", gpu.c2c)
+    for device in tree:
+        above = names[device.parent] if device.parent else cpu_names[device.cpu]
+        links += both_ways(names[device.busid], above, "pcie", device.bandwidth)
+    for nic in host.nics:
+        if not nic.busid:
+            links += both_ways(names[_key(nic)], cpu_names[nic.cpu], "pcie", nic.bandwidth)
+    links += _socket_links(host, cpu_names)
+    return Topology(
+        name=host.name,
+        devices=(
+            *(
+                Device(
+                    names[gpu.busid],
+                    "gpu",
+                    SERVER,
+                    model=gpu.model,
+                    busid=gpu.busid,
+                    numa=_numa(_root(place, gpu.busid).cpu),
+                    facts=_with_place(gpu.facts, place[gpu.busid]),
+                )
+                for gpu in host.gpus
+            ),
+            *([_nvswitch(host)] if switched else []),
+            *(
+                Device(
+                    names[device.busid],
+                    "pcie",
+                    SERVER,
+                    device.model,
+                    device.busid,
+                    facts=facts(pci=device.chip),
+                )
+                for device in tree
+                if device.kind == "bridge"
+            ),
+            *(
+                Device(
+                    cpu_names[cpu.number], "cpu", SERVER, cpu.model, numa=_numa(cpu.number), facts=cpu.facts
+                )
+                for cpu in host.cpus
+            ),
+            *(_nic(nic, names[_key(nic)], place) for nic in host.nics),
+        ),
+        links=tuple(links),
+        notes=(*host.notes, *nvlink_notes, *([STRIPED] if switched else [])),
+        source=host.source,
+    )
+
+
+def _nvswitch(host: Host) -> Device:
+    gpus = [Device(f"gpu{gpu.number}", "gpu", model=gpu.model, facts=gpu.facts) for gpu in host.gpus]
+    return Device(SWITCH, "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(gpus))
+
+
+def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:
+    """Name of each GPU, switch and NIC by its bus id; a NIC without one stands under its adapter (see `_key`)."""
+    names = {gpu.busid: gpu.name or f"gpu{gpu.number}" for gpu in host.gpus}
+    switches = [device for device in tree if device.kind == "bridge"]
+    names |= {device.busid: device.name or f"pcie{i}" for i, device in enumerate(switches)}
+    names |= {_key(nic): nic.name or f"nic{i}" for i, nic in enumerate(host.nics)}
+    if len(names) != len(host.gpus) + len(switches) + len(host.nics):
+        keys = Counter([gpu.busid for gpu in host.gpus] + [_key(nic) for nic in host.nics])
+        repeated = next((key for key, times in keys.items() if times > 1), "")
+        raise TopologyError(
+            f"{repeated or 'a bus id'} is there twice; each GPU and NIC has a place of its own"
+        )
+    return names
+
+
+def _key(nic: HostNic) -> str:
+    return nic.busid or f"{dict(nic.facts).get('adapter', '')} on NUMA node {nic.cpu}"
+
+
+def _root(place: dict[str, PciDevice], busid: str) -> PciDevice:
+    device = place[busid]
+    while device.parent:
+        device = place[device.parent]
+    return device
+
+
+def _numa(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _with_place(known: tuple[tuple[str, str], ...], device: PciDevice) -> tuple[tuple[str, str], ...]:
+    return facts(**dict(known) | {"pci": device.chip, "host_bridge": device.host_bridge})
+
+
+def _nic(nic: HostNic, name: str, place: dict[str, PciDevice]) -> Device:
+    if not nic.busid:
+        return Device(name, "nic", SERVER, nic.model, numa=_numa(nic.cpu), facts=nic.facts)
+    cpu = _root(place, nic.busid).cpu
+    known = _with_place(nic.facts, place[nic.busid])
+    return Device(name, "nic", SERVER, nic.model, nic.busid, _numa(cpu), facts=known)
+
+
+def _socket_links(host: Host, names: dict[int, str]) -> list[Link]:
+    """A link between every two NUMA nodes, as NCCL joins them, each direction as fast as its own end says."""
+    links = []
+    for i, first in enumerate(host.cpus):
+        for second in host.cpus[i + 1 :]:
+            ends = ((first, second), (second, first))
+            links += [Link(names[a.number], names[b.number], "sys", a.socket_bandwidth) for a, b in ends]
+    return links
+
+
+def check_tree(tree: Iterable[PciDevice]) -> None:
+    """Refuse a tree with a bus id twice, or with a device before its bridge.
+
+    Raises
+    ------
+    TopologyError
+        The message names the bus id.
+    """
+    kinds: dict[str, str] = {}
+    for device in tree:
+        if device.busid in kinds:
+            raise TopologyError(f"pci {device.busid} is there twice; a bus id names one device of a server")
+        if device.parent and kinds.get(device.parent) not in ("bridge", "port"):
+            raise TopologyError(
+                f"pci {device.busid} hangs below {device.parent}, which is no bridge before it"
+            )
+        kinds[device.busid] = device.kind
+
+
+def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
+    """GPUs, NICs and the switches above them, in the order of the tree; what is left as a bridge is a switch.
+
+    Examples
+    --------
+    A switch is its upstream port, with downstream ports below it, here at a root port of half the width:
+
+    >>> root = PciDevice("0000:00:02.0", "port", "", 0, 6.0)
+    >>> up = PciDevice("0000:05:00.0", "bridge", "0000:00:02.0", 0, 12.0)
+    >>> ports = [PciDevice(f"0000:06:0{i}.0", "port", "0000:05:00.0", 0, 12.0) for i in range(2)]
+    >>> gpus = [PciDevice(f"0000:0{7 + i}:00.0", "gpu", f"0000:06:0{i}.0", 0, 12.0) for i in range(2)]
+    >>> for device in switch_tree([root, up, *ports, *gpus]):
+    ...     print(device.busid, device.parent or "-", device.bandwidth)
+    0000:05:00.0 - 6.0
+    0000:07:00.0 0000:05:00.0 12.0
+    0000:08:00.0 0000:05:00.0 12.0
+    """
+    without_ports = [
+        replace(device, kind="bridge", chip="") if device.kind == "port" else device
+        for device in _contracted(_with_ends(list(tree)), ("port",))
+    ]
+    return tuple(_contracted(_flattened(without_ports), ("bridge",)))
+
+
+def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
+    """Without what holds neither GPU nor NIC."""
+    kept = {device.busid for device in tree if device.kind in ("gpu", "nic")}
+    for device in reversed(tree):
+        if device.busid in kept and device.parent:
+            kept.add(device.parent)
+    return [device for device in tree if device.busid in kept]
+
+
+def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
+    """With the lower level of a Broadcom chip taken out: its devices hang on the upper level."""
+    chips = {device.busid: _chip_generation(device.chip, lower=False) for device in tree}
+    upper: dict[str, str] = {}
+    result = []
+    for device in tree:
+        generation = _chip_generation(device.chip, lower=True)
+        # A level that is taken out takes in no further one: NCCL marks a fused switch and leaves it alone.
+        if (
+            device.kind == "bridge"
+            and generation
+            and device.parent not in upper
+            and chips.get(device.parent) == generation
+        ):
+            upper[device.busid] = device.parent
+            continue
+        result.append(replace(device, parent=upper.get(device.parent, device.parent)))
+    return result
+
+
+def _chip_generation(chip: str, *, lower: bool) -> int:
+    """Generation of a Broadcom switch chip that shows two levels; 0 for any other device (NCCL's ``getBcmGen``)."""
+    if chip.startswith("1000:c010:1000:a"):
+        return 4
+    if chip.startswith(f"1000:c030:1000:{int(lower)}"):
+        return 5
+    return 0
+
+
+def _contracted(tree: list[PciDevice], kinds: Container[str]) -> list[PciDevice]:
+    """With those of some kinds taken out that stand above a single device."""
+    children: dict[str, list[PciDevice]] = {}
+    for device in tree:
+        children.setdefault(device.parent, []).append(device)
+    above: dict[str, tuple[str, float]] = {}
+    result = []
+    for device in tree:
+        parent, slowest = above.get(device.parent, (device.parent, device.bandwidth))
+        bandwidth = min(slowest, device.bandwidth)
+        if device.kind in kinds and len(children[device.busid]) == 1:
+            above[device.busid] = (parent, bandwidth)
+        else:
+            result.append(replace(device, parent=parent, bandwidth=bandwidth))
+    return result
+
+
+def cpus_of(parents: Mapping[str, str]) -> tuple[str, ...]:
+    """The roots of a host tree, in order of first appearance."""
+    return tuple(dict.fromkeys(parent for parent in parents.values() if parent not in parents))
+
+
+def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tuple[Link, ...]:
+    """Links of a host tree in both directions, and a link between every two CPUs, as NCCL joins them.
+
+    Parameters
+    ----------
+    parents : mapping of str to str
+        Child to parent; devices that are nobody's child are CPUs.
+    pcie, socket : float
+        GB/s per direction of a PCIe link and of a link between CPUs; 0 where CPUs are not joined.
+
+    Examples
+    --------
+    >>> for link in host_links({"gpu0": "cpu0", "gpu1": "cpu1"}, pcie=12, socket=8)[2:]:
+    ...     print(link.src, link.dst, link.channel, link.bandwidth)
+    gpu1 cpu1 pcie 12
+    cpu1 gpu1 pcie 12
+    cpu0 cpu1 sys 8
+    cpu1 cpu0 sys 8
+    """
+    cpus = cpus_of(parents)
+    links = [link for child, parent in parents.items() for link in both_ways(child, parent, "pcie", pcie)]
+    for i, first in enumerate(cpus if socket else ()):
+        for second in cpus[i + 1 :]:
+            links += both_ways(first, second, "sys", socket)
+    return tuple(links)
+
+
+def both_ways(
+    first: str, second: str, channel: str, bandwidth: float, *, count: int = 1
+) -> tuple[Link, Link]:
+    """A full-duplex wire as its two links; ``bandwidth`` is GB/s per direction with all ``count`` wires."""
+    return (
+        Link(first, second, channel, bandwidth, count),
+        Link(second, first, channel, bandwidth, count),
+    )

@@ -1,0 +1,482 @@
+"""Wire the NICs of one server to its GPUs: which take part, which GPUs each serves, and how fast.
+
+A server with NVLink: its plans use NVLink between GPUs, and traffic to the network crosses PCIe. So each NIC is
+joined by ``network`` links straight to the GPUs that it serves; the other GPUs relay over NVLink. Such a link is as
+fast as the PCIe path and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the path of
+several NICs counts for each with an even part. The plugs of the NICs are left out; the other PCIe links stay for
+plans inside the server. Not modelled: such a plan and network traffic at the same time. A NIC of several GPUs becomes
+two devices, ``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device the GPUs could exchange data,
+and its PCIe slot would count twice. A server without NVLink keeps its PCIe tree with the NICs in it.
+
+A NIC serves the GPUs that are nearest in the PCIe tree: fewest hops, never through another GPU. NICs with the same
+nearest GPUs share them in order. NICs without a place on PCIe are spread evenly. The places are those of the whole
+machine, whatever the allocation. A NIC whose GPUs are all outside the allocation serves none; if that leaves no NIC,
+the nearest to the allocation serves it.
+
+NCCL searches with NICs at the nearest kind of path first (below one PCIe switch, below several, on the GPU's CPU, on
+another one) and stops at the first kind that works (``ncclTopoCompute``, ``src/graph/search.cc``). So a NIC that is
+farther from each of its GPUs than another NIC is not used, unless a user names it as for ``NCCL_IB_HCA``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import pairwise
+
+from topoplan.errors import UsageError
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.variants import SIDES
+from topoplan.units import exact, nearest_float
+
+NICS_FORM = "names such as mlx5_0,mlx5_1, ^NAME to leave NICs out, =NAME for one exact name, or a number"
+"""How a choice of NICs is written."""
+
+_CHOICE = re.compile(
+    r"(\^?)(=?)([A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?(?:,[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?)*)"
+)
+
+
+def path_kind(machine: Topology, path: Sequence[str]) -> int:
+    """Return how far a NIC and a GPU are apart: 0 for PIX, 1 for PXB, 2 for PHB and NODE (one to NCCL), 3 for SYS.
+
+    An empty path, of which nothing is known, is 0.
+    """
+    kinds = [machine.device(name).kind for name in path[1:-1]]
+    if "cpu" in kinds:
+        return 2 if kinds.count("cpu") == 1 else 3
+    return 0 if kinds.count("pcie") <= 1 else 1
+
+
+def nic_machine(machine: Topology, choice: str) -> Topology:
+    """Return a machine with the NICs of a choice alone, under their names.
+
+    A name is a device's (``nic0``, in any case) or begins an adapter's, as in ``NCCL_IB_HCA``: ``mlx5_1`` takes
+    mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
+    is not used.
+
+    Raises
+    ------
+    UsageError
+        The choice is not written so, a name is not there, or no NIC is left.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> [device.name for device in nic_machine(topoplan.load("dgx-1v"), "^nic0,nic3").devices if device.kind == "nic"]
+    ['nic1', 'nic2']
+    """
+    match = _CHOICE.fullmatch(choice)
+    if match is None:
+        raise UsageError(f"nics {choice[:60]!r} must be {NICS_FORM}")
+    every = [device for device in machine.devices if device.kind == "nic"]
+    if not every:
+        raise UsageError(f"nics {choice[:60]!r}: {machine.name} lists no NIC; give a number of NICs")
+    named: set[str] = set()
+    notes: list[str] = []
+    for word in match[3].split(","):
+        name = word.split(":")[0]
+        found = [nic for nic in every if _is_named(nic, name, exact=bool(match[2]))]
+        if not found:
+            names = ", ".join(_nic_label(nic) for nic in every)
+            legend = (
+                "" if any(nic.fact("adapter") for nic in every) else "; it has no adapter names (NIC Legend)"
+            )
+            raise UsageError(f"nics: {name} is not a NIC of {machine.name}, which has {names[:300]}{legend}")
+        named |= {nic.name for nic in found}
+        longer = [_nic_label(nic) for nic in found if name not in (nic.name, nic.fact("adapter"))]
+        if longer and len(longer) < len(found):
+            notes.append(
+                f"{name} names {', '.join(longer)[:200]} too, as in NCCL_IB_HCA; ={name} names one alone"
+            )
+    kept = {nic.name for nic in every if (nic.name in named) != bool(match[1])}
+    if not kept:
+        raise UsageError(f"nics {choice[:60]!r} leaves no NIC of {machine.name}; name fewer behind ^")
+    gone = {nic.name for nic in every} - kept
+    return replace(
+        machine,
+        devices=tuple(device for device in machine.devices if device.name not in gone),
+        links=tuple(link for link in machine.links if not gone & {link.src, link.dst}),
+        notes=(*machine.notes, *notes),
+    )
+
+
+def _is_named(nic: Device, name: str, *, exact: bool) -> bool:
+    adapter = nic.fact("adapter")
+    if name.lower() == nic.name.lower() or name == adapter:
+        return True
+    return not exact and bool(adapter) and adapter.startswith(name)
+
+
+def _nic_label(nic: Device) -> str:
+    """A NIC for a message: the adapter's name where it has one."""
+    return nic.fact("adapter") or nic.name
+
+
+NIC_ACCESS = ("pcie", "direct")
+"""How GPUs reach NICs: over the PCIe tree, or all GPUs of a server at the NIC's rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class NicPort:
+    """The network side of a NIC.
+
+    Parameters
+    ----------
+    number : int
+        The NIC's number in its server: NIC i hangs on rail i.
+    sender, receiver : str
+        Devices, the same one where a single GPU uses the NIC.
+    out, back : float
+        GB/s into the network and from it.
+    """
+
+    number: int
+    sender: str
+    receiver: str
+    out: float
+    back: float
+
+
+@dataclass(frozen=True, slots=True)
+class WiredServer:
+    """A server without the network: devices, links, number of NICs, ports of those that serve, and notes."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    nics: int
+    ports: tuple[NicPort, ...]
+    notes: tuple[str, ...]
+
+
+def wire_server(
+    machine: Topology,
+    gpus: Sequence[int] | None,
+    *,
+    nics: int | None,
+    rate: float,
+    access: str,
+    served: Sequence[int] | None = None,
+) -> WiredServer:
+    """Wire the NICs of a server to its GPUs.
+
+    Parameters
+    ----------
+    machine : Topology
+        One server.
+    gpus : sequence of int or None
+        The GPUs that are there.
+    nics : int or None
+        As `nic_places`.
+    rate : float
+        GB/s of a NIC in each direction.
+    access : str
+        One of `NIC_ACCESS`. ``direct`` is the projection of Blink, figure 19b: the port of the NIC is all that limits.
+    served : sequence of int or None
+        The GPUs for which NICs are chosen; None takes those that are there.
+
+    Examples
+    --------
+    Each NIC of a DGX-1V serves two GPUs over PCIe of generation 3:
+
+    >>> import topoplan
+    >>> wired = wire_server(topoplan.load("dgx-1v"), None, nics=None, rate=50.0, access="pcie")
+    >>> wired.ports[0]
+    Port(number=0, sender='nic0.tx', receiver='nic0.rx', out=12.0, back=12.0)
+    >>> [(link.src, link.bandwidth) for link in wired.links if link.dst == "nic0.tx"]
+    [('gpu0', 12.0), ('gpu1', 12.0)]
+    """
+    if access not in NIC_ACCESS:
+        raise UsageError(f"nic_access {access!r} is unknown; use one of {', '.join(NIC_ACCESS)}")
+    part = machine.subset(gpus)
+    there = set(part.gpus)
+    tree_carries = access == "pcie" and not any(link.channel == "nvlink" for link in machine.links)
+    idle: tuple[str, ...] = ()
+    if access == "direct":
+        everywhere = dict.fromkeys(machine.gpus, ())
+        places = tuple(replace(place, paths=everywhere) for place in nic_places(machine, None, nics))
+    else:
+        idle = far_nics(machine)
+        places = nic_places(machine, gpus if served is None else served, nics, idle=idle)
+    plugged = {place.name for place in places if tree_carries and any(place.paths.values())}
+    speed = _shared_speeds(machine, places)
+    sides = {place.name: _sides(place, place.name in plugged) for place in places}
+    wires: list[Link] = []
+    ports: list[NicPort] = []
+    for place in places:
+        sender, receiver = sides[place.name][0], sides[place.name][-1]
+        if place.name in plugged:
+            ports.append(NicPort(place.number, sender, receiver, rate, rate))
+            continue
+        for gpu, path in place.paths.items():
+            if gpu not in there:
+                continue
+            wires.append(Link(gpu, sender, "network", _slowest(rate, path[::-1], speed)))
+            wires.append(Link(receiver, gpu, "network", _slowest(rate, path, speed)))
+        common = _common_start(list(place.paths.values()))
+        out, back = _slowest(rate, common[::-1], speed), _slowest(rate, common, speed)
+        ports.append(NicPort(place.number, sender, receiver, out, back))
+    unplugged = set(machine_nics(machine)) - plugged
+    kept = tuple(link for link in part.links if not {link.src, link.dst} & unplugged)
+    devices = _devices(part, sides)
+    wanted = nics or len(machine_nics(machine)) or 1
+    return WiredServer(
+        devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate, places, idle)
+    )
+
+
+def far_nics(machine: Topology) -> tuple[str, ...]:
+    """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> rows = ["     GPU0 GPU1 NIC0 NIC1", "GPU0 X NV2 PIX SYS", "GPU1 NV2 X PIX SYS", "NIC0 PIX PIX X SYS"]
+    >>> far_nics(topoplan.load("\\n".join(rows)))
+    ('nic1',)
+    """
+    nearest: dict[str, int] = {}
+    kinds: dict[str, dict[str, int]] = {}
+    for nic, paths in _nearest(machine, machine_nics(machine), machine.gpus).items():
+        kinds[nic] = {gpu: path_kind(machine, path) for gpu, path in paths.items()}
+        for gpu, kind in kinds[nic].items():
+            nearest[gpu] = min(kind, nearest.get(gpu, kind))
+    return tuple(
+        nic for nic, near in kinds.items() if near and all(kind > nearest[gpu] for gpu, kind in near.items())
+    )
+
+
+def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:
+    if plugged or len(place.paths) == 1:
+        return (place.name,)
+    return place.name + SIDES[0], place.name + SIDES[1]
+
+
+def _devices(part: Topology, sides: Mapping[str, tuple[str, ...]]) -> tuple[Device, ...]:
+    """The server's devices, its NICs as they are wired; NICs that it does not list come last."""
+    found = [
+        replace(device, name=name)
+        for device in part.devices
+        for name in (sides.get(device.name, ()) if device.kind == "nic" else (device.name,))
+    ]
+    listed = set(machine_nics(part))
+    found += [Device(name, "nic") for nic, names in sides.items() if nic not in listed for name in names]
+    return tuple(found)
+
+
+def _shared_speeds(machine: Topology, places: Iterable[NicPlace]) -> dict[tuple[str, str], Fraction]:
+    """GB/s that a NIC has of each directed PCIe link on its way: an even part where several NICs cross it."""
+    users: Counter[tuple[str, str]] = Counter()
+    for place in places:
+        hops = {hop for path in place.paths.values() for hop in pairwise(path)}
+        users.update(hops | {(b, a) for a, b in hops})
+    widest: dict[tuple[str, str], Fraction] = {}
+    for link in machine.links:
+        ends = (link.src, link.dst)
+        if link.channel in HOST_CHANNELS and ends in users:
+            widest[ends] = max(widest.get(ends, Fraction(0)), exact(link.bandwidth))
+    return {ends: bandwidth / users[ends] for ends, bandwidth in widest.items()}
+
+
+def _slowest(rate: float, path: Path, speed: Mapping[tuple[str, str], Fraction]) -> float:
+    """GB/s along a path, at most the NIC's rate."""
+    return nearest_float(min([exact(rate), *(speed[hop] for hop in pairwise(path))]))
+
+
+def _common_start(paths: Sequence[Path]) -> Path:
+    """The way that all paths from a NIC have in common."""
+    length = 0
+    while all(len(path) > length for path in paths) and len({path[length] for path in paths}) == 1:
+        length += 1
+    return paths[0][:length]
+
+
+def _notes(
+    machine: Topology,
+    nics: int | None,
+    ports: Sequence[NicPort],
+    rate: float,
+    places: Sequence[NicPlace],
+    idle: Collection[str],
+) -> tuple[str, ...]:
+    notes = []
+    out = [nic for nic in idle if nic not in {place.name for place in places}]
+    if out:
+        names = ", ".join(_with_adapter(machine, nic) for nic in out)
+        notes.append(
+            f"left out, since every GPU has a nearer NIC and NCCL takes that: {names}; --nics chooses NICs by name or "
+            "number"
+        )
+    if nics is None and not machine_nics(machine):
+        notes.append(
+            f"{machine.name} lists no NIC: one is assumed, within reach of all GPUs; set the number of NICs (--nics)"
+        )
+    limit = min(min(port.out, port.back) for port in ports)
+    if limit < rate:
+        notes.append(
+            f"NICs of {rate * 8:g} Gb/s sit in PCIe slots of {limit:g} GB/s, which is what they carry; "
+            "NIC access direct (--nic-access) leaves PCIe out"
+        )
+    if any(port.sender != port.receiver for port in ports):
+        notes.append(
+            f"a NIC of several GPUs is two devices, {SIDES[0]} that sends and {SIDES[1]} that receives"
+        )
+    return tuple(notes)
+
+
+HOST_CHANNELS = ("pcie", "sys", "c2c")
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NicPlace:
+    """Where a NIC sits.
+
+    Parameters
+    ----------
+    number : int
+        Its number in the server.
+    name : str
+    paths : mapping of str to tuple of str
+        For each GPU that it serves, allocated or not, the devices from the NIC to that GPU; an empty path where nothing
+        is known to lie between.
+    """
+
+    number: int
+    name: str
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+
+def nic_places(
+    machine: Topology, gpus: Sequence[int] | None, nics: int | None, *, idle: Collection[str] = ()
+) -> tuple[NicPlace, ...]:
+    """The NICs of a server that serve an allocation.
+
+    Parameters
+    ----------
+    machine : Topology
+        One server.
+    gpus : sequence of int or None
+        The allocation.
+    nics : int or None
+        At most so many of the machine's NICs, those near the allocation first; where it has fewer, NICs without a
+        place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one where
+        it has none.
+    idle : collection of str
+        NICs of the machine that serve nobody, unless ``nics`` asks for more than the others.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> for place in nic_places(topoplan.load("dgx-1v"), [3, 4, 5, 6, 7], 2):
+    ...     print(place.name, dict(place.paths))
+    nic1 {'gpu2': ('nic1', 'pcie1', 'gpu2'), 'gpu3': ('nic1', 'pcie1', 'gpu3')}
+    nic2 {'gpu4': ('nic2', 'pcie2', 'gpu4'), 'gpu5': ('nic2', 'pcie2', 'gpu5')}
+    """
+    own = machine_nics(machine)
+    every = machine.gpus
+    chosen = {every[gpu] for gpu in machine.select(gpus)}
+    wanted = nics or len(own) or 1
+    near = _nearest(machine, own, every)
+    # A stable sort: first those near the allocation, or without a place and so as near as any.
+    useful = [nic for nic in own if nic not in idle]
+    order = sorted(useful, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
+    order += [nic for nic in own if nic in idle] if nics else []
+    kept = [NicPlace(number, nic) for number, nic in enumerate(own) if nic in order[:wanted]]
+    names = [name for number in range(wanted + len(own)) if (name := f"nic{number}") not in set(own)]
+    added = [NicPlace(len(own) + i, names[i]) for i in range(wanted - len(own))]
+    placed = [
+        replace(place, paths={gpu: near[place.name][gpu] for gpu in share})
+        for place, share in _shared_out([place for place in kept if near[place.name]], near)
+    ]
+    loose = [place for place in kept if not near[place.name]] + added
+    serving = [place for place in placed if chosen & set(place.paths)]
+    if not serving and not loose:
+        serving = _nearest_to_allocation(machine, placed, chosen)
+    bare = [gpu for gpu in every if gpu in chosen and not any(gpu in place.paths for place in serving)]
+    found = serving + _spread(loose, bare or [gpu for gpu in every if gpu in chosen])
+    return tuple(sorted(found, key=lambda place: place.number))
+
+
+def _with_adapter(machine: Topology, nic: str) -> str:
+    adapter = machine.device(nic).fact("adapter")
+    return f"{nic} ({adapter})" if adapter and adapter != nic else nic
+
+
+def machine_nics(machine: Topology) -> tuple[str, ...]:
+    """Names of the NICs that a machine lists, in its order."""
+    return tuple(device.name for device in machine.devices if device.kind == "nic")
+
+
+def _nearest(machine: Topology, nics: Sequence[str], among: Collection[str]) -> dict[str, dict[str, Path]]:
+    """For each NIC the GPUs among some that are fewest hops away on links that run both ways, with the path."""
+    wires = {(link.src, link.dst) for link in machine.links if link.channel in HOST_CHANNELS}
+    neighbours: dict[str, list[str]] = {}
+    for src, dst in dict.fromkeys((link.src, link.dst) for link in machine.links):
+        if (src, dst) in wires and (dst, src) in wires:
+            neighbours.setdefault(src, []).append(dst)
+    near: dict[str, dict[str, Path]] = {}
+    for nic in nics:
+        level: dict[str, Path] = {nic: (nic,)}
+        seen = {nic}
+        while level and not set(level) & set(among):
+            following = {}
+            for device, path in level.items():
+                if device == nic or machine.device(device).kind != "nic":
+                    for other in neighbours.get(device, ()):
+                        if other not in seen:
+                            seen.add(other)
+                            following[other] = (*path, other)
+            level = following
+        near[nic] = {gpu: level[gpu] for gpu in among if gpu in level}
+    return near
+
+
+def _shared_out(
+    places: Sequence[NicPlace], near: Mapping[str, Mapping[str, Path]]
+) -> list[tuple[NicPlace, tuple[str, ...]]]:
+    """Each NIC with its part of the GPUs that it and others have nearest."""
+    groups: dict[tuple[str, ...], list[NicPlace]] = {}
+    for place in places:
+        groups.setdefault(tuple(near[place.name]), []).append(place)
+    return [
+        pair for gpus, group in groups.items() for pair in zip(group, _parts(gpus, len(group)), strict=True)
+    ]
+
+
+def _nearest_to_allocation(
+    machine: Topology, places: Sequence[NicPlace], chosen: Collection[str]
+) -> list[NicPlace]:
+    """One NIC, with its ways to the allocation, through GPUs outside it where need be (a NIC may hang on a GPU).
+
+    More NICs would share one way between the sockets.
+    """
+    among = [gpu for gpu in machine.gpus if gpu in chosen]
+    near = _nearest(machine, [place.name for place in places], among)
+    within_reach = [place for place in places if near[place.name]]
+    if not within_reach:
+        return _spread(places[:1], among)
+    best = min(within_reach, key=lambda place: len(next(iter(near[place.name].values()))))
+    return [replace(best, paths=near[best.name])]
+
+
+def _spread(places: Sequence[NicPlace], gpus: Sequence[str]) -> list[NicPlace]:
+    """NICs without a place, spread evenly over some GPUs."""
+    if not places:
+        return []
+    return [
+        replace(place, paths=dict.fromkeys(part, ()))
+        for place, part in zip(places, _parts(gpus, len(places)), strict=True)
+    ]
+
+
+def _parts(gpus: Sequence[str], number: int) -> list[tuple[str, ...]]:
+    """GPUs dealt to a number of NICs, in order; where there are more NICs than GPUs, several NICs for one GPU."""
+    if number > len(gpus):
+        return [(gpus[i * len(gpus) // number],) for i in range(number)]
+    ends = [i * len(gpus) // number for i in range(number + 1)]
+    return [tuple(gpus[a:b]) for a, b in pairwise(ends)]

@@ -1,0 +1,97 @@
+"""Attach a kind to the notes of a machine or a plan.
+
+Files hold the text alone, and a warning in a file begins with `WARNING`. The other kinds exist in the process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from topoplan.units import name_ranges
+
+WARNING = "warning: "
+"""How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
+
+Kind = Literal["", "warning", "filled in", "stopped", "height open", "height asked"]
+"""Of a machine: a warning, or rows of a listing that were filled in, or neither. Of a plan: its search was stopped in
+time, or its height was not proved lowest or was limited on request."""
+
+
+class Note(str):
+    """A note whose kind is known where it is made.
+
+    Parameters
+    ----------
+    text : str
+    kind : str
+    devices : tuple of str
+        Those it speaks of, where that is to be known.
+
+    Examples
+    --------
+    >>> note = Note("stopped after 1 s", "stopped")
+    >>> note, note.kind
+    ('stopped after 1 s', 'stopped')
+    """
+
+    kind: Kind
+    devices: tuple[str, ...]
+
+    def __new__(cls, text: str, kind: Kind, devices: tuple[str, ...] = ()) -> Note:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        made.devices = devices
+        return made
+
+    def __getnewargs__(self) -> tuple[str, Kind, tuple[str, ...]]:  # type: ignore[override]
+        return str(self), self.kind, self.devices
+
+
+def warning(text: str) -> Note:
+    """A note that something is amiss."""
+    return Note(f"{WARNING}{text}", "warning")
+
+
+def kind_of(note: str) -> Kind:
+    """The kind of a note; of plain text what a file can tell.
+
+    Examples
+    --------
+    >>> kind_of(warning("gpu0 has no NVLink")), kind_of("warning: from a file"), kind_of("PCIe assumed")
+    ('warning', 'warning', '')
+    """
+    if isinstance(note, Note):
+        return note.kind
+    return "warning" if note.startswith(WARNING) else ""
+
+
+def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
+    """Notes with those that are warnings first, each once.
+
+    Examples
+    --------
+    >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
+    ('warning: gpu0 has no NVLink', 'PCIe assumed')
+    """
+    return tuple(sorted(dict.fromkeys(notes), key=lambda note: kind_of(note) != "warning"))
+
+
+def listed(names: Iterable[str], *, noun: str = "devices") -> str:
+    """Names for a note; many devices as ranges of numbers, and of many names or ranges the first three and the last.
+
+    Examples
+    --------
+    >>> listed(f"gpu{i}" for i in range(4, 16))
+    'gpu4-15 (12 devices)'
+    >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])
+    'gpu0,1, nic0, cpu0 ... hub (7 devices)'
+    >>> listed(["gpu0-gpu1", "gpu0-gpu2", "gpu1-gpu2", "gpu1-gpu3", "gpu2-gpu3"], noun="pairs")
+    'gpu0-gpu1, gpu0-gpu2, gpu1-gpu2 ... gpu2-gpu3 (5 pairs)'
+    """
+    every = list(names)
+    if len(every) <= 4:
+        return ", ".join(every)
+    told = name_ranges(every) if noun == "devices" else every
+    text = ", ".join(told) if len(told) <= 4 else f"{', '.join(told[:3])} ... {told[-1]}"
+    return f"{text} ({len(every)} {noun})"

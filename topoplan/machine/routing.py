@@ -1,0 +1,331 @@
+"""Restrict routes: no transit through a third server, staging of PCIe copies in host memory.
+
+A host does not forward RDMA unless `Device.forwards` says so. A route therefore leaves the server of its first rank
+once and ends in the first server whose NIC or CPU it enters. Ranks and helpers store and forward, which ends one tree
+edge and begins the next. The graph of routes has a state for every device and phase: `OWN` in the server of the last
+rank, `FREE` beyond it, `ENDING` in a server that the route cannot leave. Its paths are exactly the allowed routes. A
+fabric in which no simple path leads through a third server has one state for each device.
+
+GPUs without peer access over PCIe, or that keep the peer access of NVLink, copy to pinned memory of a CPU and from
+there to the other GPU. Both copies cross links of the PCIe tree, and no switch turns them around below its CPU:
+`staged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from topoplan.errors import UsageError
+from topoplan.machine.topology import Device, Link, Topology
+
+NOT_FORWARDING = ("nic", "cpu")
+"""Kinds of devices that carry data of their own server alone, unless they say otherwise."""
+
+OWN, FREE, ENDING = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteGraph:
+    """A directed graph whose paths between vertices are the routes of a fabric.
+
+    Parameters
+    ----------
+    nodes : tuple of int
+        Device of every state, as a position in `Fabric.nodes`; states 0 to V - 1 are the ranks and helpers, in order.
+    ends : tuple of (int, int)
+        States at both ends of every arc.
+    links : tuple of int
+        Index of the fabric's link that each arc crosses; a link may have several arcs.
+    """
+
+    nodes: tuple[int, ...]
+    ends: tuple[tuple[int, int], ...]
+    links: tuple[int, ...]
+
+    def leaving(self) -> list[list[tuple[int, int]]]:
+        """For every state its arcs, as (link, state at the other end), in the order of the links."""
+        table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
+        for link, (src, dst) in zip(self.links, self.ends, strict=True):
+            table[src].append((link, dst))
+        return table
+
+    def entering(self) -> list[list[tuple[int, int]]]:
+        """For every state the arcs into it, as (link, state at the other end), in the order of the links."""
+        table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
+        for link, (src, dst) in zip(self.links, self.ends, strict=True):
+            table[dst].append((link, src))
+        return table
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Servers of the devices of a machine, and which of its devices do not forward.
+
+    Parameters
+    ----------
+    servers : mapping of str to str
+        Server of every device, empty for switches between servers.
+    ends : frozenset of str
+        NICs and CPUs of servers that do not forward.
+    vertices : frozenset of str
+        GPUs and helpers.
+    """
+
+    servers: Mapping[str, str]
+    ends: frozenset[str]
+    vertices: frozenset[str]
+
+    @classmethod
+    def of(cls, topology: Topology) -> Transit:
+        """Read a machine."""
+        devices = topology.devices
+        return cls(
+            {device.name: device.server for device in devices},
+            frozenset(d.name for d in devices if d.kind in NOT_FORWARDING and d.server and not d.forwards),
+            frozenset(d.name for d in devices if d.kind in ("gpu", "helper")),
+        )
+
+    def joins(self, link: Link) -> bool:
+        """True where a link joins two servers, or a server and a switch between servers."""
+        return self.servers[link.src] != self.servers[link.dst]
+
+    def foreign(self, route: Sequence[str]) -> str | None:
+        """The first device that a route must not pass: a NIC or CPU of a server that it enters and leaves.
+
+        Parameters
+        ----------
+        route : sequence of str
+            Devices from rank to rank, in either direction.
+        """
+        if self.ends.isdisjoint(route):
+            return None
+        servers = self.servers
+        start = 0
+        for stop in range(1, len(route)):
+            if stop < len(route) - 1 and route[stop] not in self.vertices:
+                continue
+            first, last = start, stop
+            while first <= stop and servers[route[first]] == servers[route[start]]:
+                first += 1
+            while last >= first and servers[route[last]] == servers[route[stop]]:
+                last -= 1
+            for name in route[first : last + 1]:
+                if name in self.ends:
+                    return name
+            start = stop
+        return None
+
+    def graph(self, nodes: Sequence[str], vertices: int, ends: tuple[tuple[int, int], ...]) -> RouteGraph:
+        """The graph of the routes over some links.
+
+        Parameters
+        ----------
+        nodes : sequence of str
+            Devices, the ranks and helpers first.
+        vertices : int
+            Number of ranks and helpers.
+        ends : tuple of (int, int)
+            Both ends of every link, as positions in ``nodes``.
+        """
+        server = [self.servers[name] for name in nodes]
+        closed = [name in self.ends for name in nodes]
+        if not self._passable(server, closed, vertices, ends):
+            return RouteGraph(tuple(range(len(nodes))), ends, tuple(range(len(ends))))
+        leaving: list[list[int]] = [[] for _ in nodes]
+        for src, dst in ends:
+            leaving[src].append(dst)
+
+        def after(phase: int, src: int, dst: int) -> int | None:
+            """The phase in which a route that crosses a link goes on; None where it may not cross it."""
+            if dst < vertices:
+                return None if phase == ENDING and server[src] != server[dst] else OWN
+            if server[src] == server[dst]:
+                return ENDING if phase == FREE and closed[dst] else phase
+            if phase == ENDING:
+                return None
+            return ENDING if closed[dst] else FREE
+
+        reached = {(node, OWN) for node in range(vertices)}
+        frontier = sorted(reached)
+        for node, phase in frontier:
+            for dst in leaving[node]:
+                further = after(phase, node, dst)
+                if further is not None and (dst, further) not in reached:
+                    reached.add((dst, further))
+                    frontier.append((dst, further))
+        states = sorted(reached)
+        number = {state: place for place, state in enumerate(states)}
+        arcs = [
+            (link, number[src, phase], number[dst, further])
+            for link, (src, dst) in enumerate(ends)
+            for phase in (OWN, FREE, ENDING)
+            if (src, phase) in number and (further := after(phase, src, dst)) is not None
+        ]
+        return RouteGraph(
+            tuple(node for node, _ in states),
+            tuple((src, dst) for _, src, dst in arcs),
+            tuple(link for link, _, _ in arcs),
+        )
+
+    def _passable(
+        self, server: Sequence[str], closed: Sequence[bool], vertices: int, ends: Sequence[tuple[int, int]]
+    ) -> bool:
+        """True where a simple path leads from outside a server through a closed device to elsewhere outside.
+
+        From every device outside that a link enters from, devices of the server are searched that are no vertices.
+        """
+        inside: dict[int, list[int]] = {}
+        outwards: dict[int, set[int]] = {}
+        entries: dict[tuple[str, int], list[int]] = {}
+        for src, dst in ends:
+            if server[src] == server[dst]:
+                if max(src, dst) >= vertices and min(src, dst) >= vertices:
+                    inside.setdefault(src, []).append(dst)
+                continue
+            if server[src] and src >= vertices:
+                outwards.setdefault(src, set()).add(dst)
+            if server[dst] and dst >= vertices:
+                entries.setdefault((server[dst], src), []).append(dst)
+        return any(
+            closed_on_the_way and outwards.get(node, set()) - {came_from}
+            for (_, came_from), starts in entries.items()
+            for node, closed_on_the_way in _reached(starts, inside, closed)
+        )
+
+
+def _reached(
+    starts: Sequence[int], inside: Mapping[int, Sequence[int]], closed: Sequence[bool]
+) -> Iterator[tuple[int, bool]]:
+    """Devices that are reached from some, each with whether a closed one lies on the way or is it."""
+    frontier = [(node, closed[node]) for node in starts]
+    known = set(frontier)
+    for node, passed in frontier:
+        yield node, passed
+        for other in inside.get(node, ()):
+            state = (other, passed or closed[other])
+            if state not in known:
+                known.add(state)
+                frontier.append(state)
+
+
+DOWNWARDS = ".down"
+"""What the name of a PCIe switch ends with where it stands for the half that leads from the CPU to the GPUs."""
+
+
+def staged(topology: Topology) -> Topology:
+    """The machine in which PCIe joins GPUs only through a CPU.
+
+    Every PCIe switch becomes two devices, one on the way up to a CPU and one on the way down, so that routes, loads,
+    cuts and lengths speak of staged copies like of all others. A staged machine stays as it is.
+
+    Parameters
+    ----------
+    topology : Topology
+
+    Raises
+    ------
+    UsageError
+        A PCIe switch leads to no CPU.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = staged(topoplan.load("dgx-1v").subset([0, 1]))
+    >>> wires = [(link.src, link.dst) for link in box.links if "pcie0" in link.src + link.dst]
+    >>> wires[:2], wires[-2:]
+    ([('pcie0', 'cpu0'), ('cpu0', 'pcie0.down')], [('nic0', 'pcie0'), ('pcie0.down', 'nic0')])
+    """
+    kinds = {device.name: device.kind for device in topology.devices}
+    switches = {name for name, kind in kinds.items() if kind == "pcie"}
+    if any(name.endswith(DOWNWARDS) for name in switches):
+        return topology
+    hops = _hops_to_a_cpu(topology, kinds)
+    for name in switches:
+        if name not in hops:
+            raise UsageError(
+                f"copies cannot pass a CPU's memory: no link leads from {name} to a CPU; use channels all, "
+                "or state the CPU in the machine"
+            )
+    devices: list[Device] = []
+    for device in topology.devices:
+        devices.append(device)
+        if device.name in switches:
+            devices.append(replace(device, name=device.name + DOWNWARDS, busid="", facts=()))
+    links: list[Link] = []
+    for link in topology.links:
+        src, dst = link.src, link.dst
+        if link.channel == "pcie" and kinds[src] == kinds[dst] == "gpu":
+            continue
+        above = hops.get(dst, 1 << 30) < hops.get(src, 1 << 30)
+        if src in switches and not above:
+            src += DOWNWARDS
+        if dst in switches and not above:
+            dst += DOWNWARDS
+        links.append(replace(link, src=src, dst=dst))
+    return replace(topology, devices=tuple(devices), links=tuple(links))
+
+
+def unstaged(topology: Topology) -> Topology:
+    """The machine whose PCIe switches turn bytes around again, from one that `staged` made; others stay as they are.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = topoplan.load("pcie-x8")
+    >>> unstaged(staged(box)) == box
+    True
+    """
+    names = {device.name for device in topology.devices}
+    if not any(name.endswith(DOWNWARDS) for name in names):
+        return topology
+    whole = {name: name.removesuffix(DOWNWARDS) for name in names}
+    whole |= {name: name for name, base in whole.items() if base not in names}
+    links = {
+        (whole[link.src], whole[link.dst], link.channel): replace(
+            link, src=whole[link.src], dst=whole[link.dst]
+        )
+        for link in topology.links
+    }
+    devices = tuple(device for device in topology.devices if whole[device.name] == device.name)
+    return replace(topology, devices=devices, links=tuple(links.values()))
+
+
+def without_peer_access(topology: Topology) -> Topology:
+    """The machine `staged` with a note, if its GPUs say that they have no peer access (see `has_peer_access`).
+
+    Where only some of them have none the machine stays as it is, and a plan may use what the driver refuses.
+    """
+    gpus = [device for device in topology.devices if device.kind == "gpu"]
+    if not gpus or any(has_peer_access(gpu) for gpu in gpus):
+        return topology
+    try:
+        made = staged(topology)
+    except UsageError:
+        return topology
+    return topology if made == topology else replace(made, notes=(*made.notes, STAGED_NOTE))
+
+
+STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' memory"
+
+
+def has_peer_access(gpu: Device) -> bool:
+    """Whether other GPUs may read a GPU's memory: not in MIG mode, nor where the fact ``peer_access`` is ``none``."""
+    return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
+
+
+def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, int]:
+    """PCIe links from every device up to the nearest CPU, through switches alone."""
+    into: dict[str, list[str]] = {}
+    for link in topology.links:
+        if link.channel == "pcie":
+            into.setdefault(link.dst, []).append(link.src)
+    hops = {name: 0 for name, kind in kinds.items() if kind == "cpu"}
+    frontier = list(hops)
+    for name in frontier:
+        for below in into.get(name, ()):
+            if below not in hops:
+                hops[below] = hops[name] + 1
+                if kinds[below] == "pcie":
+                    frontier.append(below)
+    return hops

@@ -1,0 +1,554 @@
+"""Represent a machine as devices and the directed links between them.
+
+Devices are GPUs, helpers that add and copy but are not ranks, and forwarding devices (NVSwitch, PCIe switch, CPU,
+NIC, network switch). A link has one direction; a full-duplex wire is two links. ``bandwidth`` is in GB/s (1e9 bytes
+per second) for that direction and includes the ``count`` parallel wires. Switches forward without copying or adding
+unless they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1``: `Topology.to_json` writes it,
+`topoplan.load` reads it. `Topology.to_networkx` writes a graph that `topoplan.load` reads too. The memory that a
+topology takes is estimated before a cluster is built.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import index
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+
+import topoplan
+from topoplan.errors import TopologyError, UsageError
+from topoplan.units import format_size
+
+if TYPE_CHECKING:
+    import networkx
+
+BYTES_PER_DEVICE = 330
+BYTES_PER_LINK = 350
+"""No less than was measured while 2048 servers of several machines were built and checked (Python 3.11, 64 bits)."""
+
+UNKNOWN_MEMORY = 4 << 30
+"""Bytes that are assumed where the system does not say."""
+
+
+def check_memory(*, servers: int, devices: int, links: int) -> None:
+    """Refuse a cluster that would take more than half of this machine's memory.
+
+    Raises
+    ------
+    UsageError
+        With the estimate.
+    """
+    needed = estimated_bytes(devices=devices, links=links)
+    allowed = physical_memory() // 2
+    if needed > allowed:
+        raise UsageError(
+            f"{servers:,} servers are {devices:,} devices and {links:,} links, which take about "
+            f"{format_size(needed)} of memory; this machine can give {format_size(allowed)}; choose fewer servers"
+        )
+
+
+def estimated_bytes(*, devices: int, links: int) -> int:
+    """Bytes that a topology of this size takes while it is built."""
+    return devices * BYTES_PER_DEVICE + links * BYTES_PER_LINK
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine, or `UNKNOWN_MEMORY`."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return UNKNOWN_MEMORY
+
+
+FORMAT = "topoplan.topology/1"
+"""What the JSON of a topology says it is."""
+
+DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch", "helper")
+LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
+
+SLOWEST, FASTEST = 1e-6, 1e9
+"""Bandwidths of links in GB/s: beyond them no machine is meant, and quotients of two links lose meaning."""
+
+MOST_WIRES = 1_000_000
+"""Most parallel wires of one link."""
+
+FACTS = {
+    "adapter": "the operating system's name of a NIC, such as mlx5_0",
+    "arch": "architecture of a CPU as NCCL names it: x86_64, arm64 or ppc64",
+    "cpus": "logical CPUs of a NUMA node, such as 0-19,40-59",
+    "family": "family number of a CPU",
+    "flow_gigabits": "most Gb/s of one connection through a NIC, where the network caps it",
+    "gcn": "architecture of an AMD GPU, such as gfx90a",
+    "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
+    "host": "host of a GPU, where its server is an NVLink domain of several",
+    "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
+    "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
+    "model": "model number of a CPU",
+    "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
+    "peer_access": "none where no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
+    "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
+    "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
+    "uuid": "identity of a GPU as the driver gives it",
+    "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
+}
+"""What `Device.facts` may state, all as texts; other keys are kept as they are."""
+
+IN_NETWORK = ("multicast", "reduce")
+"""What a switch can do besides forwarding: copy one input to several outputs, add several inputs."""
+
+MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
+"""Largest number of GPUs of one server, and longest time in seconds, that `Topology.peer_access` may state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, a helper, or a forwarding device.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its topology, for example ``gpu0`` or ``s1.gpu0``.
+    kind : str
+        One of gpu, nvswitch, pcie, cpu, nic, switch, helper. A helper adds and copies what it is sent, as a GPU does,
+        and has nothing of its own to send.
+    server : str
+        Name of the server that holds it; empty for network switches.
+    model, busid : str
+        What is known of the hardware; may be empty.
+    numa : int or None
+        NUMA node.
+    multicast, reduce : bool
+        The device can copy one input to several outputs, or add several inputs (in-network collectives).
+    facts : tuple of (str, str)
+        What else is known of it, by key in ascending order (see `FACTS`). Plans depend on none of them but ``mig`` and
+        ``peer_access``, which readers of machines turn into links (`topoplan.machine.routing.without_peer_access`).
+    capable : tuple of str
+        What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
+    forwards : bool
+        A NIC or CPU that passes on the data of other servers. Without it no route passes a NIC or CPU of a third server
+        (`topoplan.machine.routing`).
+
+    Raises
+    ------
+    TopologyError
+        Empty name, unknown kind, facts that are no texts in ascending order, or ``forwards`` of another kind.
+    """
+
+    name: str
+    kind: str
+    server: str = ""
+    model: str = ""
+    busid: str = ""
+    numa: int | None = None
+    multicast: bool = False
+    reduce: bool = False
+    facts: tuple[tuple[str, str], ...] = ()
+    capable: tuple[str, ...] = ()
+    forwards: bool = False
+
+    def __post_init__(self) -> None:
+        if self.forwards and self.kind not in ("nic", "cpu"):
+            raise TopologyError(
+                f"device {self.name}: forwards is a key of NICs and CPUs, got kind {self.kind!r}; leave it out"
+            )
+        if not isinstance(self.capable, tuple):
+            object.__setattr__(self, "capable", tuple(self.capable))
+        if not set(self.capable) <= set(IN_NETWORK):
+            raise TopologyError(
+                f"device {self.name}: capable {format_value(list(self.capable))} must list some of "
+                f"{', '.join(IN_NETWORK)}"
+            )
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise TopologyError(f"device name {self.name!r} is not a text of printable characters")
+        if self.kind not in DEVICE_KINDS:
+            raise TopologyError(
+                f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(DEVICE_KINDS)}"
+            )
+        keys = [key for key, _ in self.facts]
+        if keys != sorted(set(keys)) or not all(
+            isinstance(part, str) for fact in self.facts for part in fact
+        ):
+            raise TopologyError(
+                f"device {self.name}: facts {format_value(self.facts)} must be texts by key, each key once and in "
+                "ascending "
+                "order"
+            )
+
+    def fact(self, key: str) -> str:
+        """The fact of this key, empty where it is not known.
+
+        Examples
+        --------
+        >>> Device("gpu0", "gpu", facts=facts(sm=70)).fact("sm")
+        '70'
+        """
+        return dict(self.facts).get(key, "")
+
+
+def facts(**known: object) -> tuple[tuple[str, str], ...]:
+    """Facts of a device from keyword arguments; what is None or empty is left out.
+
+    Examples
+    --------
+    >>> facts(sm=70, uuid="", gigabits=None, adapter="mlx5_0")
+    (('adapter', 'mlx5_0'), ('sm', '70'))
+    """
+    return tuple(sorted((key, str(value)) for key, value in known.items() if value not in (None, "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a wire, or of a bundle of equal wires.
+
+    Parameters
+    ----------
+    src, dst : str
+        Device names.
+    channel : str
+        One of nvlink, pcie, sys (between CPU sockets), network, c2c.
+    bandwidth : float
+        GB/s in this direction, all ``count`` wires together; from `SLOWEST` to `FASTEST`.
+    count : int
+        Parallel wires that ``bandwidth`` includes, 1 to `MOST_WIRES`.
+    latency : float or None
+        Seconds; None where it is not known, and the model's default for the channel is used.
+
+    Raises
+    ------
+    TopologyError
+        A field is out of range.
+    """
+
+    src: str
+    dst: str
+    channel: str
+    bandwidth: float
+    count: int = 1
+    latency: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"link {self.src}->{self.dst}"
+        if self.src == self.dst:
+            raise TopologyError(f"{where}: a link must join two devices")
+        if self.channel not in LINK_CHANNELS:
+            raise TopologyError(
+                f"{where}: channel {self.channel!r} is unknown; use one of {', '.join(LINK_CHANNELS)}"
+            )
+        if not _is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
+            raise TopologyError(
+                f"{where}: bandwidth {format_value(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
+                f"{FASTEST:g}; leave out a link that is dead"
+            )
+        if (
+            isinstance(self.count, bool)
+            or not isinstance(self.count, int)
+            or not 1 <= self.count <= MOST_WIRES
+        ):
+            raise TopologyError(
+                f"{where}: count {format_value(self.count)} must be a whole number from 1 to {MOST_WIRES}"
+            )
+        if self.latency is not None and (
+            not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
+        ):
+            raise TopologyError(
+                f"{where}: latency {format_value(self.latency)} must be seconds, zero or more"
+            )
+
+
+def format_value(value: object) -> str:
+    """A value for a message: whatever it is, no longer than a line can bear."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "of more than 19 digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _is_number(value: object) -> bool:
+    """True for an int or a float that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) < 1 << 1000
+
+
+def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
+    previous = 1
+    for gpus, seconds in stated:
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or not previous < gpus <= MOST_GPUS:
+            raise TopologyError(
+                f"peer_access: number of GPUs {format_value(gpus)} must be a whole number from 2 to {MOST_GPUS}, and "
+                "above "
+                "the one before it"
+            )
+        if not _is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
+            raise TopologyError(
+                f"peer_access of {gpus} GPUs: {format_value(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
+            )
+        previous = gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices and directed links of one machine or cluster.
+
+    Parameters
+    ----------
+    name : str
+        What the machine is called, for example ``dgx-1v``.
+    devices : tuple of Device
+        GPU number i is the i-th device of kind gpu, in this order.
+    links : tuple of Link
+        At most one link for each (src, dst, channel): parallel wires are its ``count``.
+    notes : tuple of str
+        What had to be assumed, one line each; shown to the user.
+    source : str
+        Where the figures come from.
+    peer_access : tuple of (int, float)
+        Seconds that switching peer access between NVLink and PCIe takes, by number of GPUs of a server, ascending
+        (Blink, appendix A.3: T_dpa). Empty where it is not known (see `topoplan.model.dataflow`).
+
+    Raises
+    ------
+    TopologyError
+        Two devices of one name, a link to an unknown device, the same link twice, or ``peer_access`` out of range.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> len(machine.gpus), sum(link.count for link in machine.links if link.channel == "nvlink")
+    (8, 48)
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    notes: tuple[str, ...] = ()
+    source: str = ""
+    peer_access: tuple[tuple[int, float], ...] = ()
+    # For `device`; follows from devices, so it takes no part in comparisons.
+    _by_name: dict[str, Device] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_peer_access(self.peer_access)
+        names = {device.name: device for device in self.devices}
+        if len(names) != len(self.devices):
+            repeated, _ = min(item for item in Counter(d.name for d in self.devices).items() if item[1] > 1)
+            raise TopologyError(f"device name {repeated!r} is used twice; names must be unique")
+        object.__setattr__(self, "_by_name", names)
+        seen = set()
+        for link in self.links:
+            for end in (link.src, link.dst):
+                if end not in names:
+                    raise TopologyError(
+                        f"link {link.src}->{link.dst}: device {end!r} is not listed under devices"
+                    )
+            key = (link.src, link.dst, link.channel)
+            if key in seen:
+                raise TopologyError(
+                    f"link {link.src}->{link.dst} ({link.channel}) is listed twice; "
+                    "list it once with the summed bandwidth and count"
+                )
+            seen.add(key)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs; position in this tuple is the GPU's number."""
+        return tuple(device.name for device in self.devices if device.kind == "gpu")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the servers, in order of first appearance."""
+        return tuple(dict.fromkeys(device.server for device in self.devices if device.server))
+
+    def device(self, name: str) -> Device:
+        """The device of this name; TopologyError if there is none."""
+        if name not in self._by_name:
+            raise TopologyError(f"topology {self.name} has no device {name!r}")
+        return self._by_name[name]
+
+    def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
+        """GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
+
+        Raises
+        ------
+        UsageError
+            A number is repeated or out of range, or the selection or machine is empty.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.load("dgx-1v").select([7, 1])
+        (1, 7)
+        """
+        total = len(self.gpus)
+        if total == 0:
+            raise UsageError(f"topology {self.name} has no GPU to plan for")
+        if gpus is None:
+            return tuple(range(total))
+        try:
+            chosen = tuple(index(gpu) for gpu in gpus)
+        except TypeError:
+            raise UsageError(f"GPUs {gpus!r} are not all whole numbers; write them as [0, 1]") from None
+        if not chosen:
+            raise UsageError("the GPU list is empty; name at least one GPU, for example --gpus 0,1")
+        for gpu in chosen:
+            if not 0 <= gpu < total:
+                raise UsageError(f"GPU {gpu} is out of range: {self.name} has GPUs 0 to {total - 1}")
+        for gpu, times in Counter(chosen).items():
+            if times > 1:
+                raise UsageError(f"GPU {gpu} is named twice; name each GPU once")
+        return tuple(sorted(chosen))
+
+    def subset(self, gpus: Sequence[int] | None) -> Topology:
+        """The machine as an allocation may use it: the other GPUs and their links are taken out.
+
+        Switches, CPUs and NICs stay. Device names do not change.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.load("dgx-1v").subset([4, 5, 7]).gpus
+        ('gpu4', 'gpu5', 'gpu7')
+        """
+        every = self.gpus
+        out = set(every) - {every[gpu] for gpu in self.select(gpus)}
+        if not out:
+            return self
+        return replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name not in out),
+            links=tuple(link for link in self.links if link.src not in out and link.dst not in out),
+        )
+
+    def settled(self) -> Topology:
+        """The machine as a plan states it: without what its switches could do and do not."""
+        if not any(device.capable for device in self.devices):
+            return self
+        return replace(self, devices=tuple(replace(device, capable=()) for device in self.devices))
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of the machine, keys in the format's order, what has its default left out."""
+        head: dict[str, object] = {"format": FORMAT, "name": self.name}
+        if self.source:
+            head["source"] = self.source
+        if self.notes:
+            head["notes"] = list(self.notes)
+        if self.peer_access:
+            head["peer_access"] = {str(gpus): seconds for gpus, seconds in self.peer_access}
+        head["devices"] = [_stated(device, _DEVICE_DEFAULTS) for device in self.devices]
+        head["links"] = [_stated(link, _LINK_DEFAULTS) for link in self.links]
+        return head
+
+    def to_json(self) -> str:
+        """Topology JSON, one device or link to a line; `topoplan.load` reads it back equal.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> machine = topoplan.load("v100x4")
+        >>> topoplan.load(machine.to_json()) == machine
+        True
+        """
+        parts = []
+        for key, value in self.to_object().items():
+            if key in ("devices", "links"):
+                items = cast("list[object]", value)
+                rows = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in items)
+                parts.append(f'"{key}": [\n{rows}\n]' if rows else f'"{key}": []')
+            else:
+                parts.append(f'"{key}": {json.dumps(value, ensure_ascii=False)}')
+        return "{" + ",\n ".join(parts) + "}\n"
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """The machine as a graph; `topoplan.load` reads it back equal.
+
+        Returns
+        -------
+        networkx.MultiDiGraph
+            A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
+            ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, where there is any, ``capable``
+            (a list of texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the
+            attributes ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its
+            place among the links of the machine, since a graph keeps none. Attributes of the graph: ``name``,
+            ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number of GPUs).
+
+        Examples
+        --------
+        The cheapest cut between two GPUs of a DGX-1V is all that leaves one of them over NVLink, 150 GB/s.
+
+        >>> import networkx, topoplan
+        >>> graph = topoplan.load("dgx-1v").to_networkx()
+        >>> graph.edges["gpu0", "gpu3", "nvlink"]["bandwidth"], graph.nodes["gpu0"]["server"]
+        (50.0, 's0')
+        >>> wires = networkx.DiGraph()
+        >>> for src, dst, link in graph.edges(data=True):
+        ...     if link["channel"] == "nvlink":
+        ...         wires.add_edge(src, dst, capacity=link["bandwidth"])
+        >>> networkx.minimum_cut_value(wires, "gpu0", "gpu7")
+        150.0
+        >>> topoplan.load(graph) == topoplan.load("dgx-1v")
+        True
+        """
+        from networkx import MultiDiGraph
+
+        graph = MultiDiGraph(
+            name=self.name, source=self.source, notes=list(self.notes), peer_access=dict(self.peer_access)
+        )
+        for device in self.devices:
+            known = {key: getattr(device, key) for key in _DEVICE_DEFAULTS if key != "name"}
+            known["facts"] = dict(device.facts)
+            known["capable"] = list(device.capable)
+            graph.add_node(
+                device.name,
+                **{key: known[key] for key in known if key not in ("capable", "forwards") or known[key]},
+            )
+        for position, link in enumerate(self.links):
+            known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in ("src", "dst")}
+            graph.add_edge(link.src, link.dst, key=link.channel, **known, position=position)
+        return graph
+
+
+_DEVICE_DEFAULTS = {one.name: one.default for one in fields(Device)}
+_LINK_DEFAULTS = {one.name: one.default for one in fields(Link)}
+
+
+def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, object]:
+    """The fields of a device or link that are not their default, in order; facts as an object of texts."""
+    stated = {key: value for key, default in defaults.items() if (value := getattr(item, key)) != default}
+    if "capable" in stated:
+        stated["capable"] = list(cast("tuple[str, ...]", stated["capable"]))
+    if "facts" in stated:
+        stated["facts"] = dict(cast("tuple[tuple[str, str], ...]", stated["facts"]))
+    return stated
+
+
+class GraphLike(Protocol):
+    """A ``networkx.MultiDiGraph``, for type checkers, most of which know nothing of networkx."""
+
+    def is_directed(self) -> bool:
+        """True of a MultiDiGraph."""
+
+    def is_multigraph(self) -> bool:
+        """True of a MultiDiGraph."""
+
+
+TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
+"""A machine, or what `topoplan.load` reads one from: a library name, a path, ``-``, a text, or a graph."""
+
+
+def as_topology(machine: TopologyLike) -> Topology:
+    """The machine itself, or the one that `topoplan.load` reads; errors as there.
+
+    Every function of the public surface that takes a machine asks here what is meant.
+
+    Examples
+    --------
+    >>> as_topology("dgx-2") == as_topology(as_topology("dgx-2"))
+    True
+    """
+    # The reader stands above this room, so it is asked for by the name under which everybody knows it.
+    return machine if isinstance(machine, Topology) else topoplan.load(machine)

@@ -1,0 +1,343 @@
+"""Read topology JSON, format ``topoplan.topology/1``, and networkx graphs, to a Topology.
+
+`Topology.to_json` writes the format, and nothing is lost. Unknown keys are refused with the nearest known one: a
+misspelt option must not be ignored. Only ``facts`` of a device may hold any key.
+
+`Topology.to_networkx` documents and writes the attributes of a graph. An edge needs ``channel`` and
+``bandwidth``, a node needs ``kind``; its key may be anything. Edges with a ``position`` come first, in its order. A
+graph becomes the object of topology JSON, whose reader checks it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import cast
+
+from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.topology import FORMAT, Device, Link, Topology, format_value
+
+
+def object_of_graph(graph: object) -> dict[str, object]:
+    """The JSON object of a machine that is given as a graph.
+
+    Parameters
+    ----------
+    graph : networkx.MultiDiGraph
+
+    Raises
+    ------
+    UsageError
+        It is nothing that a machine can be read from.
+    TopologyError
+        A graph of another kind, or a node or position of a wrong type. All else is left to the reader of the object.
+
+    Examples
+    --------
+    >>> import networkx, topoplan
+    >>> graph = networkx.MultiDiGraph(name="pair")
+    >>> graph.add_nodes_from(["gpu0", "gpu1"], kind="gpu")
+    >>> for ends in (("gpu0", "gpu1"), ("gpu1", "gpu0")):
+    ...     key = graph.add_edge(*ends, channel="nvlink", bandwidth=50.0, count=2)
+    >>> topoplan.plan(graph).rate
+    50.0
+    """
+    from networkx import Graph, MultiDiGraph
+
+    if not isinstance(graph, Graph):
+        raise UsageError(
+            f"a machine cannot be read from {type(graph).__name__}; give a library name, a path, a text, a "
+            "networkx.MultiDiGraph or a topoplan.Topology"
+        )
+    if not isinstance(graph, MultiDiGraph):
+        raise TopologyError(
+            f"a machine is a networkx.MultiDiGraph, not {type(graph).__name__}: its links have a direction, and there "
+            "may be several; networkx.MultiDiGraph(graph) converts it"
+        )
+    for node in graph:
+        if not isinstance(node, str):
+            raise TopologyError(
+                f"node {str(node)[:60]!r} is no text, and the name of a device must be one; "
+                "networkx.relabel_nodes(graph, str) renames them all"
+            )
+    head = {key: _plain(value) for key, value in graph.graph.items()}
+    if isinstance(head.get("notes"), tuple):
+        head["notes"] = list(cast("tuple[object, ...]", head["notes"]))
+    edges = sorted(graph.edges(data=True), key=lambda edge: _position(edge[:2], edge[2]))
+    return {
+        **head,
+        "format": FORMAT,
+        "devices": [{**_attributes(known), "name": name} for name, known in graph.nodes(data=True)],
+        "links": [
+            {"src": src, "dst": dst, **_attributes(known, without="position")} for src, dst, known in edges
+        ],
+    }
+
+
+def _position(ends: tuple[str, str], known: Mapping[str, object]) -> float:
+    position = _plain(known.get("position", math.inf))
+    if isinstance(position, bool) or not isinstance(position, (int, float)) or math.isnan(position):
+        raise TopologyError(f"edge {ends[0]}->{ends[1]}: position {str(position)[:60]!r} must be a number")
+    return position
+
+
+def _attributes(known: Mapping[str, object], *, without: str = "") -> dict[str, object]:
+    return {key: _plain(value) for key, value in known.items() if key != without}
+
+
+def _plain(value: object) -> object:
+    """A number of another library's kind, such as tables of edges bring, as one of Python's."""
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What JSON escapes can make and no file can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """What the value of a key may be, in words, and how that is told."""
+
+    words: str
+    holds: Callable[[object], bool]
+
+
+TEXT = FieldType("a text", lambda value: isinstance(value, str) and not _HALF_CHARACTER.search(value))
+PRINTABLE = FieldType("a text", lambda value: isinstance(value, str) and value.isprintable())
+WHOLE = FieldType("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool))
+NUMBER = FieldType("a number", lambda value: WHOLE.holds(value) or isinstance(value, float))
+TRUTH = FieldType("true or false", lambda value: isinstance(value, bool))
+LIST = FieldType("a list", lambda value: isinstance(value, list))
+TEXTS = FieldType("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.holds, value)))
+OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
+FACTS = FieldType("an object of texts", OBJECT.holds)
+PEER_ACCESS = FieldType('an object such as {"8": 0.0037}', OBJECT.holds)
+
+
+def _or_null(of: FieldType) -> FieldType:
+    return FieldType(f"{of.words} or null", lambda value: value is None or of.holds(value))
+
+
+_TOPOLOGY_KEYS = {
+    "format": TEXT,
+    "name": TEXT,
+    "source": TEXT,
+    "notes": TEXTS,
+    "peer_access": PEER_ACCESS,
+    "devices": LIST,
+    "links": LIST,
+}
+_DEVICE_KEYS = {
+    "name": TEXT,
+    "kind": TEXT,
+    "server": TEXT,
+    "model": TEXT,
+    "busid": TEXT,
+    "numa": _or_null(WHOLE),
+    "multicast": TRUTH,
+    "reduce": TRUTH,
+    "facts": FACTS,
+    "capable": TEXTS,
+    "forwards": TRUTH,
+}
+_LINK_KEYS = {
+    "src": TEXT,
+    "dst": TEXT,
+    "channel": TEXT,
+    "bandwidth": NUMBER,
+    "count": WHOLE,
+    "latency": _or_null(NUMBER),
+}
+
+
+def parse_topology_json(text: str) -> Topology:
+    """Read topology JSON.
+
+    Raises
+    ------
+    TopologyError
+        The text is no JSON, of another format or version, or a key is unknown, missing, of a wrong type or out of
+        range.
+
+    Examples
+    --------
+    >>> parse_topology_json('{"format": "topoplan.topology/2"}')  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
+    >>> parse_topology_json('{"format": "topoplan.topology/1", "devices": [{"name": "gpu0", "kind": "gpu", '
+    ...                     '"sever": "s0"}], "links": []}')
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: device 0 (gpu0): key 'sever' is unknown; did you mean 'server'?
+    """
+    return topology_from_object(decode_json(text))
+
+
+def dump_topology_json(topology: Topology) -> str:
+    """The text that `parse_topology_json` reads: `Topology.to_json`."""
+    return topology.to_json()
+
+
+class _RefusedError(ValueError):
+    """JSON that Python's reader would take."""
+
+
+def decode_json(text: str, what: str = "the topology") -> object:
+    """Return the value of JSON text, of which ``what`` is the name in errors.
+
+    Raises
+    ------
+    TopologyError
+        The text is not JSON, a key stands twice in an object, it is nested too deep, or an integer has thousands of
+        digits. NaN and Infinity are read, and refused by the field that holds them.
+
+    Examples
+    --------
+    >>> decode_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: the topology is not JSON: key 'a' stands twice in an object; write it once
+    """
+    try:
+        value: object = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise TopologyError(f"{what} is not JSON that can be read: it is nested too deep") from None
+    except (json.JSONDecodeError, _RefusedError) as error:
+        raise TopologyError(f"{what} is not JSON: {error}") from None
+    except ValueError:
+        # Python reads integers of at most some thousand digits.
+        raise TopologyError(f"{what} is not JSON that can be read: an integer has too many digits") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _RefusedError(f"key {format_value(key)} stands twice in an object; write it once")
+    return made
+
+
+def topology_from_object(value: object) -> Topology:
+    """Read a topology from decoded JSON; errors as `parse_topology_json`."""
+    if not isinstance(value, dict):
+        raise TopologyError(f"topology JSON must be an object, not {type(value).__name__}")
+    _check_format(value)
+    check_keys(value, _TOPOLOGY_KEYS, ("devices", "links"), "the topology")
+    return Topology(
+        name=value.get("name", "machine"),
+        devices=tuple(_device(item, _place(f"device {i}", item)) for i, item in enumerate(value["devices"])),
+        links=tuple(_link(item, _place(f"link {i}", item)) for i, item in enumerate(value["links"])),
+        notes=tuple(value.get("notes", [])),
+        source=value.get("source", ""),
+        peer_access=_peer_access(value.get("peer_access", {})),
+    )
+
+
+def _check_format(value: Mapping[object, object]) -> None:
+    """Refuse what does not say that it is a topology of this version, and say what it lacks."""
+    if "format" not in value:
+        misspelt = difflib.get_close_matches("format", [str(key) for key in value], n=1)
+        hint = (
+            f"did you mean it by {misspelt[0]!r}?"
+            if misspelt
+            else f'begin it with "format": "{FORMAT}" for a machine of devices and links, or '
+            '"format": "topoplan.cluster/1" for a cluster of servers and a network'
+        )
+        raise TopologyError(f"this JSON has no 'format'; {hint}")
+    known = value["format"]
+    if isinstance(known, str) and known.startswith("topoplan.plan"):
+        raise TopologyError(
+            "this is a plan, not a machine; topoplan verify, simulate, export and bench take it"
+        )
+    if known != FORMAT:
+        raise TopologyError(
+            f"format {format_value(known)} is not {FORMAT!r}; convert the file or use another version of topoplan"
+        )
+
+
+def _place(where: str, item: object) -> str:
+    """Where something stands, with the names it goes by where it has them."""
+    if isinstance(item, dict):
+        names = [str(item[key])[:60] for key in ("name", "src", "dst") if key in item]
+        where += f" ({'->'.join(names)})" if names else ""
+    return where
+
+
+def _device(item: object, where: str) -> Device:
+    stated = check_keys(item, _DEVICE_KEYS, ("name", "kind"), where)
+    known = cast("dict[object, object]", stated.get("facts", {}))
+    for key, fact in known.items():
+        if not TEXT.holds(key) or not TEXT.holds(fact):
+            raise TopologyError(
+                f"{where}: fact {str(key)[:60]!r} is {format_value(fact)}; facts must be texts"
+            )
+        if key == "sm" and not re.fullmatch("[0-9]{1,4}", cast("str", fact)):
+            raise TopologyError(
+                f"{where}: fact 'sm' is {format_value(fact)}; it must be a compute capability without the dot, such "
+                "as 90"
+            )
+    facts = tuple(sorted(cast("dict[str, str]", known).items()))
+    return Device(**stated | {"facts": facts})  # type: ignore[arg-type]
+
+
+def _link(item: object, where: str) -> Link:
+    return Link(**check_keys(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), where))  # type: ignore[arg-type]
+
+
+def _peer_access(item: Mapping[object, object]) -> tuple[tuple[int, float], ...]:
+    """Seconds by number of GPUs: an object, since JSON has no other keys than texts."""
+    stated: list[tuple[int, float]] = []
+    for count, seconds in item.items():
+        if not re.fullmatch(r"[1-9][0-9]{0,6}", str(count)):
+            raise TopologyError(f"topology peer_access: {str(count)[:60]!r} is no number of GPUs such as '8'")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TopologyError(f"topology peer_access: {format_value(seconds)} must be a number of seconds")
+        stated.append((int(str(count)), seconds))
+    return tuple(sorted(stated))
+
+
+def check_keys(
+    item: object, known: Mapping[str, FieldType], required: tuple[str, ...], where: str
+) -> dict[str, object]:
+    """An object of a machine's or cluster's JSON whose keys are all known and of their type, and none is missing.
+
+    Parameters
+    ----------
+    item : object
+        Decoded JSON.
+    known : mapping of str to FieldType
+        Every key that may stand there.
+    required : tuple of str
+        Those that must.
+    where : str
+        Where the object stands; begins an error.
+
+    Raises
+    ------
+    TopologyError
+        It is no object, or a key is missing, unknown or of a wrong type; the message names the key, where it stands
+        and the nearest one.
+    """
+    if not isinstance(item, dict):
+        raise TopologyError(f"{where} must be an object, not {format_value(item)}")
+    unknown = [] if item.keys() <= known.keys() else [key for key in item if key not in known]
+    for key in required:
+        if key not in item:
+            near = difflib.get_close_matches(key, [str(other) for other in unknown], n=1)
+            hint = f"did you mean it by {near[0]!r}?" if near else "add it"
+            raise TopologyError(f"{where} has no {key!r}; {hint}")
+    for key in unknown:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+        raise TopologyError(f"{where}: key {format_value(key)} is unknown; {hint}")
+    for key, value in item.items():
+        if not known[key].holds(value):
+            raise TopologyError(f"{where}: {key} must be {known[key].words}, not {format_value(value)}")
+    return cast("dict[str, object]", item)

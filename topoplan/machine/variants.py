@@ -1,0 +1,389 @@
+"""Derive a machine from another one: faults, in-network collectives, representative servers.
+
+Faults take out links, devices or GPUs, or slow links down, and leave a note on the topology. A wire is named by its
+two ends: ``gpu0-gpu3`` is both directions, ``gpu0->gpu3`` is one; links of several channels between the two are all
+meant. A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``.
+
+NVSwitch copies and adds from its third generation on (NVLink SHARP), which the library states under ``capable``.
+Plans use ``multicast`` and ``reduce``, which `with_in_network` sets.
+
+Two servers are equivalent if their devices and links are equal up to the server's name, and their links to the
+network up to the names of the switches.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from topoplan.errors import UsageError
+from topoplan.machine.topology import (
+    FASTEST,
+    IN_NETWORK,
+    SLOWEST,
+    Device,
+    Link,
+    Topology,
+    TopologyLike,
+    as_topology,
+)
+
+
+def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """Servers in groups that are wired alike, in order of first appearance.
+
+    Examples
+    --------
+    >>> from topoplan.machine.cluster import nvswitch_cluster
+    >>> equivalent_servers(nvswitch_cluster(3))
+    (('s0', 's1', 's2'),)
+    """
+    home = {device.name: device.server for device in topology.devices}
+    parts: dict[str, Counter[Hashable]] = {server: Counter() for server in topology.servers}
+    for device in topology.devices:
+        if device.server:
+            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=())
+            parts[device.server][local] += 1
+    for link in topology.links:
+        for server in {home[link.src], home[link.dst]} - {""}:
+            ends = tuple(
+                _local(end, server) if home[end] == server else f" {topology.device(end).kind}"
+                for end in (link.src, link.dst)
+            )
+            parts[server][ends, link.channel, link.bandwidth, link.count, link.latency] += 1
+    groups: dict[Hashable, list[str]] = {}
+    for server, part in parts.items():
+        groups.setdefault(frozenset(part.items()), []).append(server)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def representative_servers(topology: Topology) -> Topology:
+    """The first server of each group that is alike, and the switches next to them and next to those.
+
+    Examples
+    --------
+    >>> from topoplan.machine.cluster import nvswitch_cluster
+    >>> len(representative_servers(nvswitch_cluster(64)).gpus)
+    8
+    """
+    shown = {group[0] for group in equivalent_servers(topology)} | {""}
+    outside = {device.name for device in topology.devices if device.kind == "switch" and not device.server}
+    kept = {device.name for device in topology.devices if device.server in shown} - outside
+    for _ in range(2):
+        near = {link.dst for link in topology.links if link.src in kept}
+        near |= {link.src for link in topology.links if link.dst in kept}
+        kept |= near & outside
+    return replace(
+        topology,
+        devices=tuple(device for device in topology.devices if device.name in kept),
+        links=tuple(link for link in topology.links if link.src in kept and link.dst in kept),
+    )
+
+
+def _local(name: str, server: str) -> str:
+    return name.removeprefix(f"{server}.")
+
+
+SIDES = (".tx", ".rx")
+"""What ends the names of the two sides of a NIC that several GPUs use: the sending and the receiving one."""
+
+Ends = tuple[str, str]
+
+
+def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
+    """The machine with wires taken out.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    wires : iterable of str
+        Such as ``gpu0-gpu3`` or ``gpu0->gpu3``.
+
+    Raises
+    ------
+    UsageError
+        There is no such wire; the message names what is near.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> topoplan.plan(without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"])).rate  # doctest: +ELLIPSIS
+    78.57...
+    """
+    topology = as_topology(topology)
+    named = list(dict.fromkeys(wires))
+    out = {ends for wire in named for ends in find_links(topology, wire)}
+    if not out:
+        return topology
+    return replace(
+        topology,
+        links=tuple(link for link in topology.links if (link.src, link.dst) not in out),
+        notes=(*topology.notes, f"taken out: link {', '.join(named)}"),
+    )
+
+
+def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
+    """The machine with some wires no faster than what is given.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    speeds : mapping of str to float
+        GB/s per direction of each wire. All parallel wires together are as fast as this.
+
+    Raises
+    ------
+    UsageError
+        There is no such wire, it is not faster than that, the number is no bandwidth, or a link is given two speeds.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> slower = slow_links(topoplan.load("dgx-1v"), {"gpu1-gpu2": 12.5})
+    >>> {link.bandwidth for link in slower.links if {link.src, link.dst} == {"gpu1", "gpu2"}}
+    {12.5}
+    """
+    topology = as_topology(topology)
+    given: dict[Ends, tuple[str, float]] = {}
+    for wire, speed in speeds.items():
+        number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
+        if not number or not SLOWEST <= speed <= FASTEST:
+            raise UsageError(
+                f"{wire}: {str(speed)[:40]} is no bandwidth in GB/s above zero; take out a link that is dead"
+            )
+        found = find_links(topology, wire)
+        fastest = max(link.bandwidth for link in topology.links if (link.src, link.dst) in found)
+        if speed > fastest:
+            raise UsageError(
+                f"{wire} has {fastest:g} GB/s, and {speed:g} is not slower; a link can be slowed, not sped up"
+            )
+        for ends in found:
+            other, before = given.setdefault(ends, (wire, float(speed)))
+            if before != speed:
+                raise UsageError(
+                    f"{ends[0]}->{ends[1]} is given two speeds: {other}={before:g} and {wire}={speed:g}"
+                )
+    if not given:
+        return topology
+    notes = [f"slowed: {wire} to {speed:g} GB/s" for wire, speed in speeds.items()]
+    return replace(
+        topology,
+        links=tuple(_slowed(link, given) for link in topology.links),
+        notes=(*topology.notes, *notes),
+    )
+
+
+def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
+    """The machine with switches, NICs or CPUs taken out, and their links.
+
+    Raises
+    ------
+    UsageError
+        There is no such device, or it is a GPU.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> len(without_devices(topoplan.load("dgx-1v"), ["nic0", "nic1"]).devices)
+    16
+    """
+    topology = as_topology(topology)
+    named = list(dict.fromkeys(names))
+    out = {device for name in named for device in find_devices(topology, name)}
+    for name in named:
+        if name in topology.gpus:
+            raise UsageError(f"{name} is GPU {topology.gpus.index(name)}; take it out by its number")
+    if not out:
+        return topology
+    return _cut_down(topology, out, f"taken out: {', '.join(named)}")
+
+
+def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
+    """The machine with GPUs taken out, and their links. The GPUs that remain are numbered anew; names stay.
+
+    Raises
+    ------
+    UsageError
+        A GPU is not there, or none remains.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> without_gpus(topoplan.load("dgx-1v"), [5]).gpus[4:]
+    ('gpu4', 'gpu6', 'gpu7')
+    """
+    topology = as_topology(topology)
+    named = sorted(set(gpus))
+    if not named:
+        return topology
+    remaining_gpus(topology, named)
+    out = [topology.gpus[gpu] for gpu in named]
+    return _cut_down(topology, out, f"taken out: {', '.join(out)}")
+
+
+def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, ...]:
+    """Numbers of the GPUs that are left; errors as `without_gpus`."""
+    gone = set(topology.select(sorted(set(without)))) if without else set()
+    left = tuple(gpu for gpu in topology.select(None) if gpu not in gone)
+    if not left:
+        raise UsageError(f"all {len(gone)} GPUs of {topology.name} are taken out; leave one")
+    return left
+
+
+def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
+    """The directed links that a wire's name means.
+
+    Raises
+    ------
+    UsageError
+        There is none; the message names what is near.
+    """
+    if "->" in wire:
+        splits = [tuple(wire.split("->", 1))]
+    else:
+        dashes = [i for i, letter in enumerate(wire) if letter == "-"]
+        splits = [(wire[:i], wire[i + 1 :]) for i in dashes]
+    if not splits:
+        raise UsageError(f"{wire!r} names no link; write its two ends, such as gpu0-gpu3 or gpu0->gpu3")
+    devices = {device.name for device in topology.devices}
+    pairs = [
+        (first, second) for first, second in splits if _known(devices, first) and _known(devices, second)
+    ]
+    if not pairs:
+        first, second = next(
+            (pair for pair in splits if any(_known(devices, end) for end in pair)), splits[0]
+        )
+        unknown = second if _known(devices, first) else first
+        raise UsageError(f"link {wire}: {_no_device(topology, unknown)}")
+    present = {(link.src, link.dst) for link in topology.links}
+    found = set()
+    for first, second in pairs:
+        forth = {(a, b) for a in _known(devices, first) for b in _known(devices, second)}
+        back = set() if "->" in wire else {(b, a) for a, b in forth}
+        found |= (forth | back) & present
+    if not found:
+        raise UsageError(f"there is no link {wire}: {_neighbours(topology, pairs[0][0])}")
+    return frozenset(found)
+
+
+def nic_name(device: str) -> str:
+    """The NIC whose side a device is, or the device itself.
+
+    Examples
+    --------
+    >>> nic_name("s0.nic1.tx"), nic_name("gpu0")
+    ('s0.nic1', 'gpu0')
+    """
+    return next((device.removesuffix(side) for side in SIDES if device.endswith(side)), device)
+
+
+def find_devices(topology: Topology, name: str) -> tuple[str, ...]:
+    """The devices that a name means: one, or the two sides of a NIC; UsageError if there is none."""
+    found = _known({device.name for device in topology.devices}, name)
+    if not found:
+        raise UsageError(_no_device(topology, name))
+    return found
+
+
+def _known(devices: Collection[str], name: str) -> tuple[str, ...]:
+    return tuple(one for one in (name, *(name + side for side in SIDES)) if one in devices)
+
+
+def _no_device(topology: Topology, name: str) -> str:
+    names = [device.name for device in topology.devices]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"topoplan show lists its {len(names)} devices"
+    return f"{topology.name} has no device {name!r}; {hint}"
+
+
+def _neighbours(topology: Topology, name: str) -> str:
+    known = _known({device.name for device in topology.devices}, name)
+    near = dict.fromkeys(link.dst for link in topology.links if link.src in known)
+    near |= dict.fromkeys(link.src for link in topology.links if link.dst in known)
+    shown = [*list(near)[:8], *(["…"] if len(near) > 8 else [])]
+    return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
+
+
+def _slowed(link: Link, given: Mapping[Ends, tuple[str, float]]) -> Link:
+    _, speed = given.get((link.src, link.dst), ("", link.bandwidth))
+    return replace(link, bandwidth=min(link.bandwidth, speed))
+
+
+def _cut_down(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
+    gone = set(out)
+    return replace(
+        topology,
+        devices=tuple(device for device in topology.devices if device.name not in gone),
+        links=tuple(link for link in topology.links if not {link.src, link.dst} & gone),
+        notes=(*topology.notes, note),
+    )
+
+
+IN_NETWORK_CHOICES = {
+    "none": (),
+    "nvswitch": ("nvswitch",),
+    "switch": ("switch",),
+    "all": ("nvswitch", "switch"),
+}
+"""Kinds of devices that copy and add, by what a caller may ask for."""
+
+
+def with_in_network(topology: TopologyLike, which: str) -> Topology:
+    """The machine with all switches of some kinds copying and adding, and no other device.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    which : str
+        none, nvswitch, switch (those of the network) or all. A switch that does not say that it could leaves a note.
+
+    Raises
+    ------
+    UsageError
+        Another word, or there is no such switch.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> topoplan.plan(with_in_network("dgx-h100", "nvswitch")).rate, topoplan.plan("dgx-h100").rate
+    (450.0, 257.14285714285717)
+    """
+    topology = as_topology(topology)
+    if which not in IN_NETWORK_CHOICES:
+        raise UsageError(f"in-network {which!r} is unknown; use one of {', '.join(IN_NETWORK_CHOICES)}")
+    kinds = IN_NETWORK_CHOICES[which]
+    used = [device for device in topology.devices if device.kind in kinds]
+    if kinds and not used:
+        raise UsageError(
+            f"{topology.name} has no {' or '.join(kinds)} that could copy and add; leave --in-network out"
+        )
+    assumed = [device.name for device in used if not _states_capability(device)]
+    more = f" and {len(assumed) - 2} more" if len(assumed) > 2 else ""
+    note = f"assumed to copy and add, though the machine does not say so: {', '.join(assumed[:2])}{more}"
+    devices = (
+        replace(device, multicast=device.kind in kinds, reduce=device.kind in kinds)
+        for device in topology.devices
+    )
+    return replace(
+        topology, devices=tuple(devices), notes=(*topology.notes, note) if assumed else topology.notes
+    )
+
+
+def with_all_capabilities(topology: Topology) -> Topology:
+    """The machine with every switch doing all that it says it could; the same one where that is done already."""
+    devices = tuple(
+        replace(
+            device,
+            multicast=device.multicast or "multicast" in device.capable,
+            reduce=device.reduce or "reduce" in device.capable,
+        )
+        for device in topology.devices
+    )
+    return topology if devices == topology.devices else replace(topology, devices=devices)
+
+
+def _states_capability(device: Device) -> bool:
+    does = {"multicast": device.multicast, "reduce": device.reduce}
+    return all(does[name] or name in device.capable for name in IN_NETWORK)

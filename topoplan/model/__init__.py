@@ -1,0 +1,1 @@
+"""Model the time of plans and jobs: closed forms, event and fluid simulation, selection of schedules."""

@@ -1,0 +1,349 @@
+"""List the plans that compete for message sizes, and search the limits that no schedule of few start-ups exceeds.
+
+Candidates are low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of
+an allgather, and every schedule of `topoplan.schedules.registry` that the machine allows, all on the same links. All
+carry the strongest certificate that any of them found, so each states its gap to the optimum.
+
+Chain limits state why schedules with few start-ups are slow on a machine; `topoplan.plans.chain_limits` defines and
+recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and for
+few ranks lengths from packings of trees of limited height. Only limits that lower a rate are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import reduce
+from itertools import combinations
+
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import TopologyLike, as_topology
+from topoplan.model.times_by_size import least_start_ups, rounded, start_up_diameter
+from topoplan.plans.chain_limits import ChainLimit, GroupLimit, HeightLimit, hop_start_ups, rank_groups
+from topoplan.plans.minimum_trees import LARGEST_EXACT
+from topoplan.plans.plan import Plan, check_collective
+from topoplan.plans.shards import ImageShards
+from topoplan.schedules.low_latency import one_shot_along
+from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
+from topoplan.solve.cuts_and_partitions import whole_capacities
+from topoplan.solve.maximum_flow import FlowNetwork
+from topoplan.solve.packing.column_generation import ColumnGeneration
+from topoplan.solve.packing.packing_program import Packing, Pricing, has_exact_tables
+from topoplan.solve.planner import lower_trees, plan
+from topoplan.units import TOLERANCE
+
+MOST_FEW = 16
+"""Ranks up to which forests of few and of lower trees are looked for: of more that takes minutes, and seldom wins."""
+
+MOST_DOUBLED = 96
+"""Trees up to which each is tried as two: of more the start-ups of a wire outlast its bytes."""
+
+
+def candidates(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
+    """All schedules of a collective on an allocation, and why some do not exist there.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels, progress
+        As for `topoplan.plan`.
+
+    Returns
+    -------
+    plans : tuple of Plan
+        The optimal trees first; no two with the same forest; all with the same channels, bound and certificate.
+    notes : tuple of str
+        One line for each schedule that the allocation does not have.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As `topoplan.plan`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plans, notes = candidates(topoplan.load("dgx-1v"), "broadcast")
+    >>> [(one.schedule, one.trees, one.height, one.rate) for one in plans][:3]
+    [('trees', 9, 4, 150.0), ('trees', 2, 2, 50.0), ('trees', 5, 3, 125.0)]
+    >>> notes
+    ('no one-hop: gpu0 reaches gpu5 only through another GPU',)
+    """
+    topology = as_topology(topology)
+    collective = check_collective(collective)
+    chosen = topology.select(gpus)
+    best = plan(
+        topology, collective, gpus=chosen, root=root, channels=channels, order="height", progress=progress
+    )
+    if len(chosen) == 1:
+        return (best,), ()
+    made = [best]
+    notes = []
+    made += _lower_forests(best, progress)
+    if best.collective == "allreduce" and best.height > 1 and len(chosen) <= LARGEST_EXACT:
+        over_same = "+".join(best.channels)
+        gathered = plan(topology, "allgather", gpus=chosen, channels=over_same, progress=progress)
+        made.append(one_shot_along(gathered))
+    if best.height > 1 and len(chosen) > MOST_FEW:
+        notes.append(f"a forest of few trees is not looked for above {MOST_FEW} GPUs")
+    elif best.height > 1:
+        few = plan(
+            topology, collective, gpus=chosen, root=root, channels=channels, order="trees", progress=progress
+        )
+        made.append(few)
+    over = "+".join(best.channels)
+    too_large = False
+    for schedule in SCHEDULES.values():
+        if not schedule.timed or not schedule.fits(best):
+            continue
+        if schedule.most_ranks is not None and len(chosen) > schedule.most_ranks:
+            too_large = True
+            continue
+        if progress:
+            progress(f"{schedule.words} …")
+        try:
+            if schedule.beside:
+                made.append(schedule.beside(best, progress))
+            else:
+                made.append(schedule.make(topology, collective, gpus=chosen, root=root, channels=over))
+        except InfeasibleError as error:
+            notes.append(f"no {schedule.words}: {cause(error)}")
+    if too_large:
+        notes.append(f"rings, one hop and other regular schedules are not tried above {MOST_RANKS} GPUs")
+    return _distinct([one for one in made if one.channels == best.channels]), tuple(notes)
+
+
+def doubled(plan: Plan) -> Plan | None:
+    """The same trees, each as two with half of its share; None where that cannot help.
+
+    A tree sends one chunk at a time over each of its edges. Two trees on the same wire start their copies one
+    after another there, and while one starts, the other moves: a pipeline fills sooner, at no cost in rate. More than
+    two gain little more, and start more.
+
+    Examples
+    --------
+    Up to four NVLinks one after another on a DGX-1V, 32 MB in microseconds:
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("dgx-1v", "broadcast")
+    >>> [round(topoplan.simulate(one, nbytes=32 << 20).seconds * 1e6) for one in (plan, doubled(plan))]
+    [384, 267]
+    """
+    if isinstance(plan.shards, ImageShards) or plan.exchanges or plan.depth < 2 or plan.trees > MOST_DOUBLED:
+        return None
+    halves = (replace(shard, share=shard.share / 2) for shard in plan.shards)
+    return replace(plan, shards=tuple(half for one in halves for half in (one, one)))
+
+
+def same_trees(one: Plan, other: Plan) -> bool:
+    """Whether two plans have the same trees, however often each of them.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan("dgx-1v")
+    >>> [same_trees(plan, each) for each in (doubled(plan), topoplan.ring("dgx-1v"))]
+    [True, False]
+    """
+    return {shard.stages for shard, _ in one.shard_counts} == {
+        shard.stages for shard, _ in other.shard_counts
+    }
+
+
+def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
+    """The best forests of each height below that of the optimal trees, as far as they are quickly found."""
+    fabric = Fabric(best.topology, best.channels)
+    if best.height < 3 or fabric.split or fabric.in_network or fabric.size > MOST_FEW:
+        return []
+    made = []
+    for height in range(1, best.height):
+        if progress:
+            progress(f"trees of height {height} …")
+        try:
+            # of the planner's notes only what concerns the optimal trees is told here
+            made.append(replace(lower_trees(best, height), notes=()))
+        except UsageError:
+            continue  # no tree is so low
+    return made
+
+
+def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The first of each forest, all under the lowest bound."""
+    proof = min(made, key=lambda one: one.bound)
+    kept: list[Plan] = []
+    for one in made:
+        if all(one.shards != other.shards for other in kept):
+            # what competes tells only its own forest: another collective is chosen by size anew
+            kept.append(replace(one, bound=proof.bound, certificate=proof.certificate, order="height"))
+    return tuple(kept)
+
+
+MOST_SIDES = 64
+"""Ranks up to which each is a side by itself; of more the first so many are."""
+
+MOST_HEIGHTS = 3
+"""Heights from the lowest on whose packings are tried."""
+
+_LONGEST = 1 << 30
+"""Lengths are rounded to whole numbers up to this one."""
+
+
+def chain_limits(
+    fabric: Fabric, collective: str, root: int | None, rate: Fraction | None
+) -> tuple[ChainLimit, ...]:
+    """Limits of a collective on a fabric, ascending in chain, each with a lower rate than all that follow.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    rate : Fraction or None
+        GB/s that no schedule exceeds: limits are below.
+
+    Examples
+    --------
+    One hop of a DGX-2, in which every rank takes in what fifteen others have:
+
+    >>> import topoplan
+    >>> chain_limits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None, Fraction(80))
+    (Groups(chain=1.76e-05, between='ranks', side=('gpu0',)),)
+    """
+    if fabric.size == 1 or fabric.split or fabric.in_network or rate is None:
+        return ()
+    start_ups = least_start_ups(fabric)
+    diameter = start_up_diameter(fabric, collective, root)
+    best: dict[float, tuple[Fraction, ChainLimit]] = {}
+    for limit in _tried(fabric, collective, root, start_ups, diameter):
+        if limit.chain <= diameter * (1 + TOLERANCE):
+            continue
+        try:
+            limited = limit.bound(fabric, collective, root, start_ups)
+        except PlanError:
+            continue
+        if limited < rate and (limit.chain not in best or limited < best[limit.chain][0]):
+            best[limit.chain] = limited, limit
+    kept: list[ChainLimit] = []
+    lowest = rate
+    for _, (limited, limit) in sorted(best.items(), reverse=True):
+        if limited < lowest:
+            lowest = limited
+            kept.append(limit)
+    return tuple(reversed(kept))
+
+
+def _tried(
+    fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
+) -> Iterator[ChainLimit]:
+    sides = list(_sides(fabric))
+    for between in ("ranks", "servers"):
+        yield from _groups(fabric, between, sides, start_ups)
+    if fabric.size <= LARGEST_EXACT:
+        for side in sides:
+            yield from _groups(fabric, "sides", [side], start_ups)
+    if has_exact_tables(fabric):
+        yield from _heights(fabric, collective, root, start_ups, diameter)
+
+
+def _groups(
+    fabric: Fabric, between: str, sides: Sequence[frozenset[int]], start_ups: Sequence[float]
+) -> Iterator[GroupLimit]:
+    """A limit for every side and every length of chain about which groups say something else."""
+    groups = rank_groups(fabric, between, set(sides[0]))
+    if len(groups) < 2:
+        return
+    inside, across = hop_start_ups(fabric, groups, start_ups)
+    most = (3 if len(groups) == 2 else 2) * across
+    chains = sorted({min(chain, most) for chain in (across + inside, across + 2 * inside, most)} - {math.inf})
+    for side in sides:
+        names = tuple(fabric.nodes[node] for node in sorted(side))
+        for chain in chains:
+            yield GroupLimit(_below(chain), between, names)
+
+
+def _below(chain: float) -> float:
+    """At most as many seconds, in the digits of a file.
+
+    Examples
+    --------
+    >>> [_below(chain) for chain in (17.6e-6, 29.505882e-6, 29.505874e-6)]
+    [1.76e-05, 2.95058e-05, 2.95058e-05]
+    """
+    written = rounded(chain)
+    if written <= chain * (1 + TOLERANCE):
+        return written
+    return rounded(chain - 10.0 ** (math.floor(math.log10(chain)) - 5))
+
+
+def _sides(fabric: Fabric) -> Iterator[frozenset[int]]:
+    """Sets of nodes that hold some ranks and not others: what leaves them is bounded."""
+    everything = frozenset(range(fabric.size + len(fabric.nodes)))
+    nodes = frozenset(range(len(fabric.nodes)))
+    assert nodes < everything
+    seen: set[frozenset[int]] = set()
+
+    def both(side: frozenset[int]) -> Iterator[frozenset[int]]:
+        for one in (side, nodes - side):
+            if one not in seen:
+                seen.add(one)
+                yield one
+
+    for rank in range(min(fabric.size, MOST_SIDES)):
+        yield from both(frozenset((rank,)))
+    home = {device.name: device.server for device in fabric.topology.devices}
+    for name in FabricServers(fabric).names if len(set(home.values())) > 1 else ():
+        yield from both(frozenset(node for node in nodes if home[fabric.nodes[node]] == name))
+    if fabric.size > LARGEST_EXACT:
+        return
+    capacity, _ = whole_capacities(fabric)
+    plenty = sum(capacity) + 1
+    arcs = [(src, dst, c) for (src, dst), c in zip(fabric.ends, capacity, strict=True)]
+    source, sink = len(fabric.nodes), len(fabric.nodes) + 1
+    for count in range(1, fabric.size):
+        for chosen in combinations(range(fabric.size), count):
+            ends = [
+                (source, rank, plenty) if rank in chosen else (rank, sink, plenty)
+                for rank in range(fabric.size)
+            ]
+            network = FlowNetwork(len(fabric.nodes) + 2, [*arcs, *ends])
+            network.maximum(source, sink)
+            side = frozenset(network.source_side()) & nodes
+            if side not in seen:
+                seen.add(side)
+                yield side
+
+
+def _heights(
+    fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
+) -> Iterator[HeightLimit]:
+    """Lengths from packings of trees of the lowest heights; of an allreduce those of its broadcasts."""
+    alone = [(rank,) for rank in range(fabric.size)]
+    hop = min(hop_start_ups(fabric, alone, start_ups))
+    lowest = max(1, int(diameter / hop * (1 + TOLERANCE)))
+    asked = [(collective, root)]
+    if collective == "allreduce":
+        asked = [("broadcast", rank) for rank in range(fabric.size)]
+    for height in range(lowest, min(lowest + MOST_HEIGHTS, fabric.size - 1)):
+        for each, start in asked:
+            packing = Packing(fabric, each, start)
+            generation = ColumnGeneration(Pricing(packing, height))
+            generation.run(None)
+            lengths = packing.certificate(generation.duals()).lengths
+            common = reduce(math.lcm, (length.denominator for _, _, length in lengths), 1)
+            whole = [(src, dst, int(length * common)) for src, dst, length in lengths]
+            longest = max((length for _, _, length in whole), default=0)
+            if longest > _LONGEST:
+                whole = [(src, dst, -(-length * _LONGEST // longest)) for src, dst, length in whole]
+            yield HeightLimit(_below((height + 1) * hop), height, tuple(whole))

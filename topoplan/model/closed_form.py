@@ -1,0 +1,521 @@
+"""Compute the time of a plan in closed form: latency and bandwidth, or the pipeline if that is slower.
+
+A chunk of b bytes takes alpha + b / bandwidth on a hop (Hockney). On a chain of H equal hops of bandwidth c, s bytes
+in k chunks take T(k) = (H + k - 1) (alpha + s / (k c)), smallest at k* = sqrt((H - 1) s / (c alpha)). In general,
+with D bytes, h_f the time of one chunk on hop f, head_f and tail_f the longest chains before and after f, chain that
+of start-ups alone:
+
+    T = launch + max(  max over f of head_f + k h_f + tail_f,   start-ups,   chain + D / rate  )
+
+The terms are the pipeline, the start-ups of the busiest route (`topoplan.model.dataflow`), and NCCL's alpha-beta
+sum. T is exact on chains and stars and approaches D / rate. Channels share no link: each has its own T, and the last
+to end counts. Chunks are those of least T, equal for all shards of a channel; ties are broken as if every chunk
+waited for a round of (D load / c - its own) / k. Rounds of a sparse plan add up; selecting and adding entries takes
+no time. The model follows measured curves within 15 % (Blink figure 27, 1 KB to 1 GB);
+`topoplan.model.event_simulation` is independent of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from topoplan.errors import UsageError
+from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices, Starters, dataflow, starters
+from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.structure import rounds
+from topoplan.units import TOLERANCE, bus_factor
+
+MAX_CHUNKS = 4096
+"""Most chunks that a shard is cut into when the number is chosen here."""
+
+SMALLEST_CHUNK = 4096
+"""Bytes below which the largest shard is not cut further when the number is chosen here."""
+
+_GRID = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChannelPart:
+    """The part of a plan that runs over links of its own.
+
+    Parameters
+    ----------
+    name : str
+        Its channels.
+    start : float
+        Seconds after the launch at which it may start.
+    hops : (F',) int64
+        Those of the flow's hops that run in it.
+    share : float
+        Share of the buffer.
+    largest : float
+        The largest share of one of its shards.
+    chain : float
+        Longest chain of start-ups in seconds.
+    pace : float
+        Seconds for each byte of the buffer for which its fullest link is busy.
+    """
+
+    name: str
+    start: float
+    hops: Indices
+    share: float
+    largest: float
+    chain: float
+    pace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Hops that can be timed together, a few numpy calls for all: they wait only for hops of earlier levels.
+
+    For example, hops 0 and 1 wait for none, hop 2 for both of them, hop 3 for hop 1, and hop 4 for hop 2. Forward, the
+    first level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, and the second ``hops = [4]``,
+    ``waits = [2]``, ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
+
+    Parameters
+    ----------
+    hops : (T,) int64
+    waits : (M,) int64
+        What the first of them waits for, then what the second waits for, and so on.
+    starts : (T,) int64
+        Where in ``waits`` each begins.
+    """
+
+    hops: Indices
+    waits: Indices
+    starts: Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
+
+    Parameters
+    ----------
+    flow : Dataflow
+    lanes : tuple of Lane
+        Those of the flow.
+    alpha, pace : (F, 1) float64
+        Start-up in seconds, and seconds for each byte of the buffer, of every hop.
+    others : (F, 1) float64
+        Seconds for each byte of the buffer for which other hops keep the fullest link of a hop busy.
+    shard : (F,) int64
+    starters : Starters
+        Which hops share the wires that start them.
+    forward, backward : tuple of Level
+        The hops that each hop waits for, and those that wait for it.
+    latency : float
+        Seconds that remain at size zero: launch, start and longest chain of start-ups of the last lane.
+    """
+
+    flow: Dataflow
+    lanes: tuple[ChannelPart, ...]
+    alpha: Floats
+    pace: Floats
+    others: Floats
+    shard: Indices
+    starters: Starters
+    forward: tuple[Level, ...]
+    backward: tuple[Level, ...]
+    latency: float
+
+    def bandwidth_seconds(self, nbytes: float) -> float:
+        """D / rate: how long the fullest link is busy."""
+        return nbytes * max(self.flow.seconds_per_byte, default=0.0)
+
+    def seconds(self, nbytes: float, chunks: Indices) -> Floats:
+        """The closed form.
+
+        Parameters
+        ----------
+        nbytes : float
+            Bytes of the buffer.
+        chunks : (S, C) int64
+            Chunks of every shard, one column for each way of cutting.
+
+        Returns
+        -------
+        (C,) float64
+            Seconds, launch included.
+        """
+        last: Floats = self.lane_seconds(nbytes, chunks).max(axis=0)
+        return last
+
+    def lane_seconds(self, nbytes: float, chunks: Indices) -> Floats:
+        """The closed form for every lane: (L, C) float64, from the call on. Parameters are those of `seconds`."""
+        if not self.flow.hops:
+            return np.full((len(self.lanes), chunks.shape[1]), LAUNCH)
+        pipelined = self._pipelined(nbytes, chunks, rounds=0)
+        rows = []
+        for lane in self.lanes:
+            sum_of_both = LAUNCH + lane.start + lane.chain + nbytes * lane.pace
+            rows.append(np.maximum(LAUNCH + lane.start + pipelined[lane.hops].max(axis=0), sum_of_both))
+        return np.array(rows)
+
+    def best_chunks(self, nbytes: float, lane: int = 0) -> int:
+        """The number of chunks of every shard of a lane with the least time; of several, as if chunks wait.
+
+        Both times are about convex in k: a grid of growing steps, then finer ones between the neighbours of the
+        best, down to single steps.
+
+        Examples
+        --------
+        A chain of H = 2 hops at 20 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 20 GB/s / 8.8 us) = 19.5.
+
+        >>> import topoplan
+        >>> from topoplan.model.dataflow import dataflow
+        >>> plan = topoplan.plan(topoplan.load("dgx-1p"), "broadcast", gpus=[0, 1, 5], root=0)
+        >>> plan.height, pipeline(dataflow(plan)).best_chunks(64 << 20)
+        (2, 20)
+        """
+        if not self.flow.hops:
+            return 1
+        hops = self.lanes[lane].hops
+        low, high = 1, min(MAX_CHUNKS, max(1, int(self.lanes[lane].largest * nbytes // SMALLEST_CHUNK)))
+        while True:
+            growth = (high / low) ** (1 / _GRID)
+            grid = sorted({low, high, *(round(low * growth**i) for i in range(1, _GRID))})
+            counts = np.broadcast_to(np.array(grid, dtype=np.int64), (len(self.flow.shares), len(grid)))
+            seconds = self.lane_seconds(nbytes, counts)[lane]
+            waiting = self._pipelined(nbytes, counts, rounds=1)[hops].max(axis=0)
+            best = int(np.lexsort((waiting, seconds))[0])
+            if high - low + 1 == len(grid):
+                return int(grid[best])
+            low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
+
+    def _pipelined(self, nbytes: float, chunks: Indices, *, rounds: int) -> Floats:
+        """Of every hop, (F, C): the longest chain of times through it, or through the start-ups of its route."""
+        k = chunks[self.shard].astype(np.float64)
+        alone = self.alpha + self.pace * nbytes / k
+        before, after = longest_chains(alone, self.forward), longest_chains(alone, self.backward)
+        waiting = rounds * self.others * nbytes * (k + 1) / k
+        pipelined = before + k * alone + after + waiting
+        started = self.starters.longest(before, k * self.alpha, alone - self.alpha + after)
+        through: Floats = np.maximum(pipelined, started)
+        return through
+
+
+def pipeline(flow: Dataflow) -> Pipeline:
+    """Arrange a dataflow for `Pipeline.seconds`."""
+    alpha = np.array([[hop.alpha] for hop in flow.hops])
+    pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
+    fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
+    forward = forward_levels(flow)
+    chains = longest_chains(alpha, forward) + alpha
+    lane_of_hop = np.array([flow.lane_of_shard[hop.shard] for hop in flow.hops], dtype=np.int64)
+    lanes = []
+    for number, (name, start) in enumerate(flow.lanes):
+        hops = np.flatnonzero(lane_of_hop == number)
+        members = [i for i, lane in enumerate(flow.lane_of_shard) if lane == number]
+        lanes.append(
+            ChannelPart(
+                name=name,
+                start=start,
+                hops=hops,
+                share=math.fsum(flow.shares[i] * flow.counts[i] for i in members),
+                largest=max(flow.shares[i] for i in members),
+                chain=float(chains[hops].max(initial=0.0)),
+                pace=float(fullest[hops].max(initial=0.0)),
+            )
+        )
+    return Pipeline(
+        flow=flow,
+        lanes=tuple(lanes),
+        alpha=alpha,
+        pace=pace,
+        others=np.maximum(fullest - pace, 0.0),
+        shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
+        starters=starters(flow),
+        forward=forward,
+        backward=backward_levels(flow),
+        latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
+    )
+
+
+def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
+    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number of its lane for None.
+
+    Raises
+    ------
+    UsageError
+        ``nbytes`` is negative or ``chunk_bytes`` not above zero.
+    """
+    if nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be simulated; give a size of zero or more")
+    if chunk_bytes is None:
+        best = [schedule.best_chunks(nbytes, lane) for lane in range(len(schedule.lanes))]
+        return tuple(best[lane] for lane in schedule.flow.lane_of_shard)
+    if chunk_bytes <= 0:
+        raise UsageError(f"a chunk of {chunk_bytes} bytes moves nothing; give a chunk size above zero")
+    return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
+
+
+def forward_levels(flow: Dataflow) -> tuple[Level, ...]:
+    """Levels in the direction of the data: each hop with the hops it waits for."""
+    return levels_of([hop.waits for hop in flow.hops], range(len(flow.hops)))
+
+
+def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
+    """Levels against the direction of the data: each hop with the hops that wait for it."""
+    return levels_of(flow.followers, range(len(flow.hops) - 1, -1, -1))
+
+
+def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
+    """Length of the longest chain of hops that ends before each hop.
+
+    Parameters
+    ----------
+    seconds : (F, C) float64
+        Time of every hop.
+
+    Returns
+    -------
+    (F, C) float64
+        Seconds; zero for a hop that waits for none.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.model.dataflow import dataflow
+    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> int(longest_chains(np.ones((len(flow.hops), 1)), forward_levels(flow)).max())
+    1
+    """
+    reach = np.zeros_like(seconds)
+    for level in levels:
+        reach[level.hops] = np.maximum.reduceat(
+            reach[level.waits] + seconds[level.waits], level.starts, axis=0
+        )
+    return reach
+
+
+def levels_of(waits: Sequence[Sequence[int]], order: range) -> tuple[Level, ...]:
+    """Levels of what waits for what: of each item those that come before it, visited in an order that respects them."""
+    depth = [0] * len(waits)
+    members: list[list[int]] = []
+    for hop in order:
+        if waits[hop]:
+            depth[hop] = 1 + max(depth[before] for before in waits[hop])
+            if len(members) < depth[hop]:
+                members.append([])
+            members[depth[hop] - 1].append(hop)
+    return tuple(
+        Level(
+            hops=np.array(group, dtype=np.int64),
+            waits=np.array([before for hop in group for before in waits[hop]], dtype=np.int64),
+            starts=np.cumsum([0, *(len(waits[hop]) for hop in group[:-1])], dtype=np.int64),
+        )
+        for group in members
+    )
+
+
+LinkName = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelTime:
+    """When one channel of a plan runs.
+
+    Parameters
+    ----------
+    channel : str
+    share : float
+        Of the buffer.
+    start, seconds : float
+        Seconds from the call until it may start, and until its last byte is in place.
+    """
+
+    channel: str
+    share: float
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The time of one collective and where it goes.
+
+    Parameters
+    ----------
+    collective : str
+    ranks : int
+    nbytes : int
+        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    seconds : float
+        From the call until the last byte is in place.
+    chunks : tuple of int
+        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, those of
+        all rounds.
+    latency_seconds : float
+        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
+        buffer is split, the start of a later channel too.
+    bandwidth_seconds : float
+        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer
+        is split; the rest is the pipeline, filling and draining.
+    link_bytes, link_seconds : dict of (str, str) to float
+        Bytes across each link that is used, and the time it is busy, from source to destination. Two channels
+        between the same devices stand together: their bytes, and the longer of their times.
+    bottleneck : tuple of (str, str)
+        The links that are busy longest.
+    channels : tuple of ChannelTime
+        One for each channel between which the buffer is split; otherwise one for all together.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> timeline = topoplan.simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=64 << 10)
+    >>> round(timeline.latency_seconds * 1e6, 1), round(timeline.seconds * 1e6)
+    (26.0, 27)
+    """
+
+    collective: str
+    ranks: int
+    nbytes: int
+    seconds: float
+    chunks: tuple[int, ...]
+    latency_seconds: float
+    bandwidth_seconds: float
+    link_bytes: dict[LinkName, float]
+    link_seconds: dict[LinkName, float]
+    bottleneck: tuple[LinkName, ...]
+    channels: tuple[ChannelTime, ...]
+
+    @property
+    def algbw(self) -> float:
+        """Algorithm bandwidth in GB/s: size / time."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth in GB/s as nccl-tests defines it: algorithm bandwidth times `bus_factor`."""
+        return self.algbw * bus_factor(self.collective, self.ranks)
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object of everything above."""
+        return {
+            "collective": self.collective,
+            "ranks": self.ranks,
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+            "algbw": self.algbw,
+            "busbw": self.busbw,
+            "chunks": list(self.chunks),
+            "latency_seconds": self.latency_seconds,
+            "bandwidth_seconds": self.bandwidth_seconds,
+            "bottleneck": [list(link) for link in self.bottleneck],
+            "channels": [
+                {"channel": one.channel, "share": one.share, "start": one.start, "seconds": one.seconds}
+                for one in self.channels
+            ],
+            "links": [
+                {"src": src, "dst": dst, "bytes": nbytes, "busy_seconds": self.link_seconds[src, dst]}
+                for (src, dst), nbytes in self.link_bytes.items()
+            ],
+        }
+
+
+def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+    """Model time of a plan for one buffer size.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+        Of plans by size the one for this size.
+    nbytes : int
+        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    chunk_bytes : int or None
+        Largest chunk; None chooses the number of chunks.
+
+    Raises
+    ------
+    UsageError
+        ``nbytes`` is negative, or ``chunk_bytes`` not above zero.
+    PlanError
+        The plan's trees or routes do not fit its machine.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> timeline = simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=1 << 30)
+    >>> round(timeline.algbw), round(timeline.busbw)
+    (80, 150)
+    """
+    return clock(plan, chunk_bytes)(nbytes)
+
+
+def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
+    """The model time of a plan as a function of the size: a sweep arranges its dataflow once.
+
+    Plans by size are arranged when a size first needs them.
+    """
+    arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
+
+    def time(nbytes: int) -> Timeline:
+        chosen = plan.at(nbytes)
+        if id(chosen) not in arranged:
+            # of a sparse plan one part for each round: they run one after another
+            parts = [one.plan for one in rounds(chosen)] if chosen.sparse else [chosen]
+            arranged[id(chosen)] = tuple((part, pipeline(dataflow(part))) for part in parts)
+        times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged[id(chosen)]]
+        return times[0] if len(times) == 1 else _one_after_another(chosen, nbytes, times)
+
+    return time
+
+
+def _one_after_another(plan: Plan, nbytes: int, times: Sequence[Timeline]) -> Timeline:
+    """The time of a plan whose rounds take these."""
+    link_bytes: dict[LinkName, float] = {}
+    link_seconds: dict[LinkName, float] = {}
+    for time in times:
+        for link, moved in time.link_bytes.items():
+            link_bytes[link] = link_bytes.get(link, 0.0) + moved
+            link_seconds[link] = link_seconds.get(link, 0.0) + time.link_seconds[link]
+    longest = max(link_seconds.values(), default=0.0)
+    seconds = sum(time.seconds for time in times)
+    return Timeline(
+        collective=plan.collective,
+        ranks=len(plan.ranks),
+        nbytes=nbytes,
+        seconds=seconds,
+        chunks=tuple(count for time in times for count in time.chunks),
+        latency_seconds=sum(time.latency_seconds for time in times),
+        bandwidth_seconds=sum(time.bandwidth_seconds for time in times),
+        link_bytes=link_bytes,
+        link_seconds=link_seconds,
+        bottleneck=tuple(link for link, busy in link_seconds.items() if busy >= longest * (1 - TOLERANCE)),
+        channels=(ChannelTime("+".join(plan.channels), 1.0, LAUNCH, seconds),),
+    )
+
+
+def _timeline(plan: Plan, schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> Timeline:
+    chunks = chunk_counts(schedule, nbytes, chunk_bytes)
+    flow = schedule.flow
+    names = [(link.src, link.dst) for link in flow.fabric.links]
+    link_bytes: dict[LinkName, float] = {}
+    link_seconds: dict[LinkName, float] = {}
+    for name, load, pace in zip(names, flow.load, flow.seconds_per_byte, strict=True):
+        if load:
+            link_bytes[name] = link_bytes.get(name, 0.0) + load * nbytes
+            link_seconds[name] = max(link_seconds.get(name, 0.0), pace * nbytes)
+    ends = schedule.lane_seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[:, 0]
+    return Timeline(
+        collective=plan.collective,
+        ranks=len(plan.ranks),
+        nbytes=nbytes,
+        seconds=float(ends.max()),
+        chunks=chunks,
+        latency_seconds=schedule.latency,
+        bandwidth_seconds=schedule.bandwidth_seconds(nbytes),
+        link_bytes=link_bytes,
+        link_seconds=link_seconds,
+        bottleneck=tuple(names[number] for number in flow.full),
+        channels=tuple(
+            ChannelTime(lane.name, lane.share, LAUNCH + lane.start, float(end))
+            for lane, end in zip(schedule.lanes, ends, strict=True)
+        ),
+    )

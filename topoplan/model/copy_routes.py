@@ -1,0 +1,213 @@
+"""Find the links that a copy from one GPU to another crosses.
+
+A copy takes NVLink if there is a path, direct or through NVSwitches; else PCIe, sockets and C2C; always over as few
+links as possible, and through no other GPU. If peer access is refused, the driver stages copies in the memory of the
+host: up to a CPU and down again, even below one PCIe switch.
+
+Hardware stripes a copy over NVSwitches that lie side by side, so a route is a sequence of stages and a stage is one
+or several links. Over PCIe a copy takes one path: at each device the widest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from topoplan.machine.routing import Transit
+from topoplan.machine.topology import Link, Topology
+
+PathStep = tuple[Link, int, int]
+"""A link on a shortest path, and the states at its ends in the graph of routes."""
+
+WIRES = {
+    "nvlink": ("nvlink",),
+    "pcie": ("pcie", "sys", "c2c"),
+    "network": ("pcie", "sys", "c2c", "network"),
+}
+"""Which links of the topology the kinds of route are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRoute:
+    """Links of a copy, from source to destination.
+
+    Parameters
+    ----------
+    channel : str
+        nvlink, pcie or network.
+    stages : tuple of tuple of Link
+        A copy is striped over the links of a stage in proportion to their stated bandwidths.
+    ends : (int, int) or None
+        The stages that bear its start-up: on a network those into its switches and out of them; None for the first and
+        the last.
+    """
+
+    channel: str
+    stages: tuple[tuple[Link, ...], ...]
+    ends: tuple[int, int] | None = None
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links of all stages."""
+        return tuple(link for stage in self.stages for link in stage)
+
+    @property
+    def bandwidth(self) -> float:
+        """What the links as stated let through, in GB/s: that of the narrowest stage."""
+        return min(stage_bandwidth(stage) for stage in self.stages)
+
+
+def stage_bandwidth(stage: tuple[Link, ...]) -> float:
+    """Stated GB/s of all links of a stage together."""
+    return sum(link.bandwidth for link in stage)
+
+
+class CopyRoutes:
+    """Routes of copies in one machine.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> routes = CopyRoutes(topoplan.load("dgx-1v"))
+    >>> route = routes.between("gpu0", "gpu5")
+    >>> route.channel, route.bandwidth, [link.dst for link in route.links]
+    ('pcie', 8.0, ['pcie0', 'cpu0', 'cpu1', 'pcie2', 'gpu5'])
+    >>> [link.dst for link in routes.between("gpu0", "gpu1", through_host=True).links]
+    ['pcie0', 'cpu0', 'pcie0', 'gpu1']
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._gpus = set(topology.gpus)
+        self._switches = {device.name for device in topology.devices if device.kind == "switch"}
+        self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
+        # each when a route over such links is first asked for
+        self._ways = cache(lambda channel: _ChannelRoutes(topology, WIRES[channel]))
+        self._steps = cache(self._searched)
+        self._path = cache(self._walked)
+
+    def between(self, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
+        """The route of a copy; None where the machine has none.
+
+        Parameters
+        ----------
+        src, dst : str
+            Names of two GPUs.
+        through_host : bool
+            Peer access is refused.
+        """
+        if not through_host:
+            striped = self._stages("nvlink", src, dst)
+            if striped:
+                return CopyRoute("nvlink", tuple(tuple(link for link, _, _ in stage) for stage in striped))
+        path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
+        return CopyRoute("pcie", tuple((link,) for link in path)) if path else None
+
+    def between_servers(self, src: str, dst: str) -> CopyRoute | None:
+        """As `between`; where a server has no way, the one over the network and the PCIe at both its ends."""
+        inside = self.between(src, dst)
+        path = () if inside else self._path(src, dst, "network")
+        if not path:
+            return inside
+        into = [place for place, link in enumerate(path) if link.dst in self._switches]
+        out = [place for place, link in enumerate(path) if link.src in self._switches]
+        ends = (into[0], out[-1]) if into and out else (0, len(path) - 1)
+        return CopyRoute("network", tuple((link,) for link in path), ends)
+
+    def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
+        """The shortest PCIe path through a CPU, the first of them where several are equally short."""
+        halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
+        whole = [up + down for up, down in halves if up and down]
+        return min(whole, key=len, default=())
+
+    def _walked(self, src: str, dst: str, channel: str = "pcie") -> tuple[Link, ...]:
+        """One shortest path; empty where there is none."""
+        links: list[Link] = []
+        at = -1
+        for stage in self._stages(channel, src, dst):
+            onwards = [step for step in stage if at < 0 or step[1] == at]
+            link, _, at = max(onwards, key=lambda step: step[0].bandwidth)
+            links.append(link)
+        return tuple(links)
+
+    def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[PathStep, ...], ...]:
+        """The links of all shortest paths, by how far they are from the source; empty where there is none."""
+        steps, ways = self._steps(channel, src), self._ways(channel)
+        ends = [state for state in ways.states.get(dst, ()) if state in steps]
+        if not ends or src == dst:
+            return ()
+        least = min(steps[state] for state in ends)
+        wanted = {state for state in ends if steps[state] == least}
+        stages: list[tuple[PathStep, ...]] = []
+        for distance in range(least - 1, -1, -1):
+            found = sorted(
+                (place, before, state)
+                for state in wanted
+                for place, before in ways.entering[state]
+                if steps.get(before) == distance and (not distance or ways.device(before) not in self._gpus)
+            )
+            wanted = {before for _, before, _ in found}
+            stages.append(tuple((ways.links[place], before, state) for place, before, state in found))
+        return tuple(reversed(stages))
+
+    def _searched(self, channel: str, src: str) -> Mapping[int, int]:
+        """Number of links to every state that can be reached without passing a GPU."""
+        ways = self._ways(channel)
+        frontier = list(ways.states.get(src, ()))[:1]
+        steps = dict.fromkeys(frontier, 0)
+        for state in frontier:
+            if steps[state] and ways.device(state) in self._gpus:
+                continue
+            for _, after in ways.leaving[state]:
+                if after not in steps:
+                    steps[after] = steps[state] + 1
+                    frontier.append(after)
+        return steps
+
+
+def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
+    """The route of one copy (see `CopyRoutes.between`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> copy_route(topoplan.load("dgx-2"), "gpu0", "gpu9").links[1].src
+    'nvswitch0'
+    """
+    return CopyRoutes(topology).between(src, dst, through_host=through_host)
+
+
+class _ChannelRoutes:
+    """The links of some channels, and the graph of the routes over them (`topoplan.machine.routing`)."""
+
+    def __init__(self, topology: Topology, kinds: Collection[str]) -> None:
+        self.links = _widest(topology, kinds)
+        vertices = [device.name for device in topology.devices if device.kind in ("gpu", "helper")]
+        rest = [device.name for device in topology.devices if device.kind not in ("gpu", "helper")]
+        self._names = (*vertices, *rest)
+        position = {name: place for place, name in enumerate(self._names)}
+        ends = tuple((position[link.src], position[link.dst]) for link in self.links)
+        graph = Transit.of(topology).graph(self._names, len(vertices), ends)
+        self._nodes = graph.nodes
+        self.leaving, self.entering = graph.leaving(), graph.entering()
+        self.states: dict[str, list[int]] = {}
+        for state, node in enumerate(graph.nodes):
+            self.states.setdefault(self._names[node], []).append(state)
+
+    def device(self, state: int) -> str:
+        """The device that a state stands for."""
+        return self._names[self._nodes[state]]
+
+
+def _widest(topology: Topology, kinds: Collection[str]) -> tuple[Link, ...]:
+    """The links of some channels, those from one device together; of several between two devices the widest."""
+    widest: dict[tuple[str, str], Link] = {}
+    for link in topology.links:
+        if link.channel in kinds:
+            ends = (link.src, link.dst)
+            if ends not in widest or link.bandwidth > widest[ends].bandwidth:
+                widest[ends] = link
+    leaving: dict[str, list[Link]] = {}
+    for link in widest.values():
+        leaving.setdefault(link.src, []).append(link)
+    return tuple(link for links in leaving.values() for link in links)

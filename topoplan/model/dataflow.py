@@ -1,0 +1,448 @@
+"""Order the hops of a plan by their dependencies, with their start-up costs and the wires on which start-ups queue.
+
+A hop carries one chunk of one shard between two ranks and starts once its rank holds the chunk; gathers in a row are
+one exchange. Parts of the buffer on other channels run by themselves. A compact plan has hops of templates only:
+with |T| images of the template and |R| of the route, each of these starts |T| / |R| copies of it, one at a time on
+each wire.
+
+A hop costs alpha + bytes / bandwidth (Hockney 1994); alpha is the start of a copy, half for each end that is a GPU,
+unless a ``latency`` is stated. A network hop is one start-up: half where it leaves the first NIC, half where it
+enters the last. LAUNCH and the ratios of channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of Ring,
+Simple (8.4 us; NVLink 3.4, PCI 5.7 us). Scale: Blink (MLSys 2020) figure 27, two hops on a DGX-2 in 26 us up to 64
+KB; the double binary tree of eight hops comes out at 79 us, 84 us were measured. The network is set to 36 us (24.8
+us on that scale), so that an allgather of 1 MB between two DGX-A100 (a 200 Gb/s NIC for each GPU) runs at the
+measured 13.1 GB/s; 1 GB comes out at 340 GB/s, 247 were measured. PCIe beside NVLink waits T_dpa for peer access to
+be switched (Blink, appendix A.3); PCIe alone, or only between GPUs that NVLink does not join or by way of a CPU's
+memory, does not. Absent: headers, flow control, queues in NICs and switches, proxy threads, NVLink flags. More:
+``tests.bench published``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.machine.fabric import ALL, Fabric
+from topoplan.machine.hardware import PEER_ACCESS
+from topoplan.machine.topology import Link, Topology
+from topoplan.plans.loads import edge_links, full_links, link_loads
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import ImageShards
+from topoplan.units import exact
+
+LAUNCH = 8.4e-6
+"""Seconds from the call until the first copy starts."""
+
+_TWO_HOPS = 26e-6
+_NCCL_HOP = {"nvlink": 3.4, "c2c": 3.4, "pcie": 5.7, "sys": 5.7}
+
+START_UP: Mapping[str, float] = {
+    **{channel: (_TWO_HOPS - LAUNCH) / 2 * hop / _NCCL_HOP["nvlink"] for channel, hop in _NCCL_HOP.items()},
+    "network": 36e-6,
+}
+"""Seconds to start one copy between two ranks, by link channel."""
+
+
+def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
+    """Seconds of start-up that a hop pays for crossing a link.
+
+    Parameters
+    ----------
+    link : Link
+    kinds : mapping of str to str
+        Kind of every device, by name (see `device_kinds`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-2")
+    >>> up = next(link for link in machine.links if link.channel == "nvlink")
+    >>> round(link_latency(up, device_kinds(machine)) * 1e6, 3)
+    4.4
+    """
+    if link.latency is not None:
+        return link.latency
+    ends = [kinds[link.src], kinds[link.dst]]
+    if link.channel == "network" and sorted(ends) == ["gpu", "nic"]:
+        return 0.0
+    paying = ("gpu", "nic") if link.channel == "network" else ("gpu",)
+    return START_UP[link.channel] * sum(end in paying for end in ends) / 2
+
+
+def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
+    """Seconds of start-up of a hop over some links, one after another.
+
+    Parameters
+    ----------
+    links : sequence of Link
+    kinds : mapping of str to str
+        Kind of every device, by name (see `device_kinds`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
+    >>> from topoplan.machine.fabric import Fabric
+    >>> fabric = Fabric(pair, ("nvlink", "network"))
+    >>> across = next(arc for arc in fabric.arcs if (arc.tail, arc.head) == (0, 8))
+    >>> round(route_latency([fabric.links[link] for link in across.links], device_kinds(pair)) * 1e6, 1)
+    36.0
+    """
+    networked = any(link.channel == "network" for link in links)
+    return sum(
+        link_latency(link, kinds)
+        for link in links
+        if link.latency is not None or not networked or link.channel in ("network", "nvlink")
+    )
+
+
+def device_kinds(topology: Topology) -> dict[str, str]:
+    """Kind of every device, by name."""
+    return {device.name: device.kind for device in topology.devices}
+
+
+def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fraction]:
+    """Seconds after the launch at which each channel of a plan may start.
+
+    Parameters
+    ----------
+    topology : Topology
+        The allocation: its GPUs are those that switch.
+    channels : sequence of str
+        Channels of the plan.
+
+    Returns
+    -------
+    dict of str to Fraction
+        Zero, but for pcie beside nvlink (see `peer_access_seconds`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> channel_starts(topoplan.load("dgx-1v"), ("nvlink", "pcie"))
+    {'nvlink': Fraction(0, 1), 'pcie': Fraction(37, 10000)}
+    >>> channel_starts(topoplan.load("dgx-1v"), ("pcie",))
+    {'pcie': Fraction(0, 1)}
+    """
+    starts = dict.fromkeys(channels, Fraction(0))
+    if "nvlink" in starts and "pcie" in starts:
+        starts["pcie"] = peer_access_seconds(topology)
+    return starts
+
+
+def peer_access_seconds(topology: Topology) -> Fraction:
+    """T_dpa: seconds to switch peer access between all GPUs of an allocation, exact.
+
+    The servers of an allocation switch at the same time, so the largest one counts. Between two numbers of GPUs
+    that `Topology.peer_access` states the time is interpolated; below the first it is the first; above the last it
+    grows with the number of peers, n - 1, each of which costs a process one call. A machine that states none is
+    taken as a DGX-1V (`topoplan.machine.hardware.PEER_ACCESS`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> [float(peer_access_seconds(machine.subset(range(n)))) for n in (2, 5, 8)]
+    [0.0035, 0.0035, 0.0037]
+    >>> round(float(peer_access_seconds(topoplan.load("dgx-2"))), 6)
+    0.007929
+    """
+    gpus = [device.server for device in topology.devices if device.kind == "gpu"]
+    count = max((gpus.count(server) for server in set(gpus)), default=0)
+    stated = [(number, exact(seconds)) for number, seconds in topology.peer_access or PEER_ACCESS]
+    below = [pair for pair in stated if pair[0] <= count]
+    above = [pair for pair in stated if pair[0] > count]
+    if not below:
+        return above[0][1]
+    number, seconds = below[-1]
+    if not above:
+        return seconds * Fraction(count - 1, number - 1)
+    further, longer = above[0]
+    return seconds + (longer - seconds) * Fraction(count - number, further - number)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One tree edge in the direction of its data.
+
+    Parameters
+    ----------
+    shard, stage, src, dst : int
+        Where it stands in the plan, and its sending and receiving rank.
+    links : tuple of int
+        The links that it crosses, in order, as indices into the fabric.
+    alpha : float
+        Seconds of start-up for every chunk.
+    pace : float
+        Seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
+    waits : tuple of int
+        Positions of the hops that must have delivered a chunk before it can start here.
+    """
+
+    shard: int
+    stage: int
+    src: int
+    dst: int
+    links: tuple[int, ...]
+    alpha: float
+    pace: float
+    waits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """A plan ready for timing.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    shares : tuple of float
+        Share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
+    counts : tuple of int
+        How many shards each of them stands for.
+    images : ImageShards or None
+        The symmetries of a compact plan.
+    hops : tuple of Hop
+        Every hop stands after the hops it waits for.
+    followers : tuple of tuple of int
+        For every hop, the hops that wait for it.
+    seconds_per_byte : tuple of float
+        For every link of the fabric, the time it is busy for each byte of the buffer.
+    load : tuple of float
+        For every link of the fabric, the bytes across it for each byte of the buffer.
+    full : tuple of int
+        The links that are busy longest.
+    lanes : tuple of (str, float)
+        Name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
+        where the buffer is not split.
+    lane_of_shard : tuple of int
+    """
+
+    fabric: Fabric
+    shares: tuple[float, ...]
+    counts: tuple[int, ...]
+    images: ImageShards | None
+    hops: tuple[Hop, ...]
+    followers: tuple[tuple[int, ...], ...]
+    seconds_per_byte: tuple[float, ...]
+    load: tuple[float, ...]
+    full: tuple[int, ...]
+    lanes: tuple[tuple[str, float], ...]
+    lane_of_shard: tuple[int, ...]
+
+
+def dataflow(plan: Plan) -> Dataflow:
+    """Hops of a plan and what each waits for.
+
+    Raises
+    ------
+    PlanError
+        A stage is no tree, or a route crosses a link that the machine does not have.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> len(flow.hops), len(flow.hops[0].links)
+    (480, 2)
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    kinds = device_kinds(plan.topology)
+    hops: list[Hop] = []
+    for number, (shard, _) in enumerate(plan.shard_counts):
+        arriving: dict[int, list[int]] = {}
+        exchanged: dict[int, list[int]] = {}
+        for position, stage in enumerate(shard.stages):
+            upwards = stage.op == "reduce"
+            gather = stage.op == "gather"
+            if not gather:
+                _arrive(arriving, exchanged)
+                exchanged = {}
+            carried: dict[int, int] = {}
+            edges = stage.top_down()
+            for edge in reversed(edges) if upwards else edges:
+                src, dst = (edge.child, edge.parent) if upwards else (edge.parent, edge.child)
+                links = edge_links(edge, stage.op, fabric)
+                hop = Hop(
+                    shard=number,
+                    stage=position,
+                    src=src,
+                    dst=dst,
+                    links=links,
+                    alpha=route_latency([fabric.links[link] for link in links], kinds),
+                    pace=1e-9 / min(fabric.links[link].bandwidth for link in links),
+                    waits=(carried[src],) if src in carried else tuple(arriving.get(src, ())),
+                )
+                if gather:
+                    carried[dst] = len(hops)
+                (exchanged if gather else arriving).setdefault(dst, []).append(len(hops))
+                hops.append(hop)
+    followers: list[list[int]] = [[] for _ in hops]
+    for number, hop in enumerate(hops):
+        for before in hop.waits:
+            followers[before].append(number)
+    loads = link_loads(plan.shards, fabric)
+    lanes, lane_of_shard = _channel_parts(plan, fabric)
+    return Dataflow(
+        fabric=fabric,
+        shares=tuple(float(shard.share) for shard, _ in plan.shard_counts),
+        counts=tuple(count for _, count in plan.shard_counts),
+        images=plan.shards if isinstance(plan.shards, ImageShards) else None,
+        hops=tuple(hops),
+        followers=tuple(tuple(after) for after in followers),
+        seconds_per_byte=tuple(
+            float(load / c) * 1e-9 for load, c in zip(loads, fabric.capacity, strict=True)
+        ),
+        load=tuple(float(load) for load in loads),
+        full=full_links(loads, fabric),
+        lanes=lanes,
+        lane_of_shard=lane_of_shard,
+    )
+
+
+def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> None:
+    """What ranks have once an exchange is over."""
+    for rank, hops in exchanged.items():
+        arriving.setdefault(rank, []).extend(hops)
+
+
+def switched_hops(plan: Plan) -> int:
+    """Edges of a plan that take PCIe between two GPUs that NVLink joins too, for which peer access is switched.
+
+    Staged copies need no peer access, and channels of a split plan know their starts themselves.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
+    1
+    >>> switched_hops(topoplan.plan("dgx-1v", gpus=[0, 1, 6]))
+    0
+    """
+    if ALL not in plan.channels:
+        return 0
+    joined = Fabric(plan.topology, plan.channels).nvlink_pairs
+    return sum(
+        edge.channel not in ("nvlink", "network") and (edge.parent, edge.child) in joined
+        for shard, _ in plan.shard_counts
+        for stage in shard.stages
+        for edge in stage.edges
+    )
+
+
+def _channel_parts(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
+    """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
+    if switched_hops(plan):
+        start = float(peer_access_seconds(plan.topology))
+        return (("+".join(plan.channels), start),), (0,) * len(plan.shard_counts)
+    if not fabric.split:
+        return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shard_counts)
+    starts = channel_starts(plan.topology, plan.channels)
+    # A shard of several channels, which no valid split plan has, waits for the last of them.
+    last = [
+        max((plan.channels.index(edge.channel) for stage in shard.stages for edge in stage.edges), default=0)
+        for shard, _ in plan.shard_counts
+    ]
+    used = sorted(set(last))
+    lanes = tuple((plan.channels[place], float(starts[plan.channels[place]])) for place in used)
+    return lanes, tuple(used.index(place) for place in last)
+
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Starters:
+    """Hops grouped by the route that starts them.
+
+    Parameters
+    ----------
+    route : tuple of int
+        For every hop, the number of its route.
+    wires : tuple of int
+        For every route, how many copies it can start at once: the wires of its narrowest link.
+    copies : tuple of float
+        For every hop, how many it stands for on one route.
+    """
+
+    route: tuple[int, ...]
+    wires: tuple[int, ...]
+    copies: tuple[float, ...]
+
+    def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
+        """How long the route of every hop takes to start all its copies.
+
+        Parameters
+        ----------
+        before, starting, after : (F, C) float64
+            Seconds of every hop: until its first start-up can begin, in all its start-ups, and from the end of its
+            last one.
+
+        Returns
+        -------
+        (F, C) float64
+            No order is faster: a route begins after the least ``before`` and ends with the least ``after``.
+        """
+        order, first = self._grouped()
+        wires = np.array(self.wires, dtype=np.float64)[:, None]
+        every = starting * np.array(self.copies, dtype=np.float64)[:, None]
+        busy = np.add.reduceat(every[order], first, axis=0) / wires
+        earliest, latest = (np.minimum.reduceat(time[order], first, axis=0) for time in (before, after))
+        longest: Floats = (earliest + busy + latest)[list(self.route)]
+        return longest
+
+    def _grouped(self) -> tuple[Indices, Indices]:
+        """The hops in the order of their routes, and where each route begins."""
+        route = np.array(self.route, dtype=np.int64)
+        order = np.argsort(route, kind="stable")
+        return order, np.searchsorted(route[order], np.arange(len(self.wires)))
+
+
+def starters(flow: Dataflow) -> Starters:
+    """The routes of a dataflow and the hops on each.
+
+    Examples
+    --------
+    DGX-2, one hop: two ranks share a reduce and a broadcast, each on a route of its own direction.
+
+    >>> import topoplan
+    >>> from topoplan.model.dataflow import dataflow
+    >>> found = starters(dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce")))
+    >>> len(found.route), len(found.wires), found.route.count(0)
+    (480, 240, 2)
+    """
+    links = flow.fabric.links
+    if flow.images is None:
+        keys: list[tuple[object, ...]] = [(hop.src, hop.dst, hop.links) for hop in flow.hops]
+        copies = [1.0] * len(keys)
+    else:
+        found = _route_orbits(flow, flow.images)
+        keys = [(nodes, tuple(links[link].channel for link in hop.links)) for hop, (nodes, _) in found]
+        copies = [flow.counts[hop.shard] / size for hop, (_, size) in found]
+    number: dict[tuple[object, ...], int] = {}
+    route = tuple(number.setdefault(key, len(number)) for key in keys)
+    narrowest = {
+        at: min(links[link].count for link in hop.links) for at, hop in zip(route, flow.hops, strict=True)
+    }
+    return Starters(route, tuple(narrowest[at] for at in range(len(number))), tuple(copies))
+
+
+def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[tuple[int, ...], int]]]:
+    """Every hop with the least image of its route, as nodes from the first rank of an orbit on, and their number."""
+    elements, ends = images.elements, flow.fabric.ends
+    to_first: dict[int, Indices] = {}
+    found = []
+    for hop in flow.hops:
+        if hop.src not in to_first:
+            image = elements[:, hop.src]
+            to_first[hop.src] = np.flatnonzero(image == image.min())
+        route = [hop.src, *(ends[link][1] for link in hop.links)]
+        distinct = {tuple(row) for row in elements[to_first[hop.src]][:, route].tolist()}
+        size = len(elements) // len(to_first[hop.src]) * len(distinct)
+        found.append((hop, (min(distinct), size)))
+    return found

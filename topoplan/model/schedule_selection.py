@@ -1,0 +1,433 @@
+"""Select for every message size the schedule with the least model time, or plan as another plan was made.
+
+`topoplan.plan_by_size` takes the closed form (`topoplan.model.closed_form`) as its model; its times grow with size
+without jumps, so neighbouring ranges meet where two curves cross. The fastest is found at every tested size, and
+between two neighbours with different answers the change is bisected to the byte. For the windows engine the model is
+`topoplan.model.window_engine`, whose times fall once, where packets end. A plan that is fastest only between two
+neighbours that agree is not found. Outside the tested sizes the plan of the nearest range is kept, and nothing is
+claimed.
+
+`plan_like` reads from a plan its channels, method or schedule, the priority among equal rates, the kind of ring, and
+whether it is chosen by size. The epsilon and threshold of mwu and time limits are defaults. An all-to-all is always
+the optimal one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import CHANNEL_SPLITS, UNIONS, Fabric, channel_words
+from topoplan.machine.hardware import is_amd
+from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.model.candidates import candidates, chain_limits, doubled
+from topoplan.model.closed_form import clock
+from topoplan.model.dataflow import LAUNCH
+from topoplan.model.times_by_size import TimeBound, least_start_ups, start_up_diameter, time_bound, times_of
+from topoplan.model.window_engine import SMALL_BYTES, EngineCosts, WindowsClock, costs_of, words_of
+from topoplan.plans.chain_limits import hop_start_ups
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange
+from topoplan.plans.size_plans import SizePlans
+from topoplan.schedules.registry import SCHEDULES
+from topoplan.schedules.ring import RING_KINDS, ring
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.solve.planner import METHODS, plan
+from topoplan.units import TOLERANCE, format_size
+
+SIZES = (1 << 10, 1 << 30)
+"""Smallest and largest size in bytes that are tested by default."""
+
+ENGINES = ("messages", "windows")
+"""What moves the data: copies that are started one by one, or one kernel for each collective over NVLink."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChoice:
+    """Plans by size and what they were chosen from.
+
+    Parameters
+    ----------
+    plans : SizePlans
+    candidates : tuple of Plan
+        Everything that was timed, those that are nowhere fastest too.
+    sizes : tuple of int
+        The sizes at which all were timed, ascending: there the choice is the least of all.
+    notes : tuple of str
+        Schedules that the allocation does not have, and whose figures the model took.
+    costs : EngineCosts or None
+        Those figures of the windows engine; None for messages.
+    windows : tuple of WindowsClock
+        How that engine runs each candidate; empty for messages.
+    bound : TimeBound or None
+        What no schedule undercuts; None for the windows engine, whose start-ups are others.
+    """
+
+    plans: SizePlans
+    candidates: tuple[Plan, ...]
+    sizes: tuple[int, ...]
+    notes: tuple[str, ...]
+    costs: EngineCosts | None = None
+    windows: tuple[WindowsClock, ...] = ()
+    bound: TimeBound | None = None
+
+    def clocks(self) -> list[Callable[[int], float]]:
+        """Seconds over bytes of every candidate."""
+        if self.windows:
+            return [one.seconds for one in self.windows]
+        return [_by_messages(plan) for plan in self.candidates]
+
+
+def _by_messages(plan: Plan) -> Callable[[int], float]:
+    """Seconds over bytes, each size worked out once."""
+    time = clock(plan)
+    return cache(lambda nbytes: time(nbytes).seconds)
+
+
+def _floor(plan: Plan) -> Callable[[int], float]:
+    """What a plan's model time is never below: start-ups as far as they are seen at a glance, and its rate."""
+    fabric = Fabric(plan.topology, plan.channels)
+    if fabric.size == 1 or fabric.split:
+        return lambda nbytes: 0.0
+    chain = start_up_diameter(fabric, plan.collective, plan.root)
+    through_root = all(
+        len(shard.stages) <= 2 and len({stage.root for stage in shard.stages}) == 1
+        for shard, _ in plan.shard_counts
+    )
+    if through_root:
+        # the slowest byte crosses so many edges: up to the root, and down from there
+        hop = min(hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], least_start_ups(fabric)))
+        chain = max(chain, plan.depth * hop)
+    pace = 1 / (plan.rate * 1e9)
+    return lambda nbytes: (LAUNCH + chain + nbytes * pace) * (1 - TOLERANCE)
+
+
+def plan_by_size(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    sizes: Sequence[int] = SIZES,
+    engine: str = "messages",
+    costs: EngineCosts | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> SizePlans:
+    """The fastest schedule for each range of message sizes.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels, progress
+        As for `topoplan.plan`.
+    sizes : sequence of int
+        Bytes of the user's buffer (of the full gathered one for allgather and reduce_scatter): the smallest and the
+        largest bound the search, and every size named is tested beside those that double from one to the next.
+    engine : str
+        messages, or windows: how fast one kernel that writes to the other GPUs' memory is by the model.
+    costs : EngineCosts or None
+        Figures for windows; those of the GPUs' kind for None.
+
+    Returns
+    -------
+    SizePlans
+        Ranges from 0 bytes on, without gap or end.
+
+    Raises
+    ------
+    UsageError
+        No size or a negative one, an unknown engine, windows among GPUs that do not reach each other over NVLink, or as
+        `topoplan.plan`.
+    InfeasibleError
+        As `topoplan.plan`.
+
+    Examples
+    --------
+    A DGX-2 broadcasts small messages from the root to everyone at once; large ones would not fit its port.
+
+    >>> import topoplan
+    >>> plans = plan_by_size(topoplan.load("dgx-2"), "broadcast")
+    >>> [(one.start, one.stop, one.plan.height, one.plan.rate) for one in plans.ranges]
+    [(0, 94286, 1, 10.0), (94286, None, 2, 150.0)]
+    """
+    return choose_by_size(
+        topology,
+        collective,
+        gpus=gpus,
+        root=root,
+        channels=channels,
+        sizes=sizes,
+        engine=engine,
+        costs=costs,
+        progress=progress,
+    ).plans
+
+
+def choose_by_size(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    sizes: Sequence[int] = SIZES,
+    engine: str = "messages",
+    costs: EngineCosts | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ScheduleChoice:
+    """As `plan_by_size`, with all that was compared."""
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
+    if costs is not None and engine != "windows":
+        raise UsageError(f"engine costs are of the windows engine, not of {engine}; leave them out")
+    if channels in UNIONS:
+        raise UsageError(
+            f"plans by size take wires that suit all sizes, not channels {channels!r}; give one size instead (--size)"
+        )
+    if not sizes or min(sizes) < 0:
+        raise UsageError(
+            f"sizes {tuple(sizes)} cannot be planned for; give at least one, of zero bytes or more"
+        )
+    competing, notes = candidates(
+        topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
+    )
+    if engine == "windows":
+        # its packets are the one-shot road, whatever the plan
+        competing = tuple(one for one in competing if not one.exchanges)
+    tested = grid_of_sizes(sizes)
+    if progress:
+        progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
+    windows: tuple[WindowsClock, ...] = ()
+    if engine == "windows":
+        costs, windows, words = _on_windows(competing, costs)
+        notes = (*notes, *words)
+        changes = fastest_from([one.seconds for one in windows], tested)
+    else:
+        clocks, floors = ([make(plan) for plan in competing] for make in (_by_messages, _floor))
+        changes = fastest_from(clocks, tested, least=floors)
+        pairs = [doubled(competing[number]) for number in sorted({number for _, number in changes})]
+        more = tuple(pair for pair in pairs if pair)
+        clocks += [_by_messages(plan) for plan in more]
+        floors += [_floor(plan) for plan in more]
+        changes = fastest_from(clocks, tested, least=floors)
+        competing += more
+    starts = [(0, changes[0][1]), *changes[1:]]
+    stops = [start for start, _ in changes[1:]]
+    plans = SizePlans(
+        tuple(
+            SizeRange(start, stop, competing[number])
+            for (start, number), stop in zip(starts, [*stops, None], strict=True)
+        )
+    )
+    proved = None
+    if not windows:
+        plans, proved = with_times(plans, tested)
+    return ScheduleChoice(
+        plans=plans,
+        candidates=competing,
+        sizes=tested,
+        notes=notes,
+        costs=costs,
+        windows=windows,
+        bound=proved,
+    )
+
+
+def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeBound]:
+    """The same plans with their model times at some sizes, beside a bound on the time of any schedule."""
+    model = plans.plans[-1]
+    fabric = Fabric(model.topology, model.channels)
+    rate = model.certificate.bound(fabric, model.collective, model.root) if fabric.size > 1 else None
+    limits = chain_limits(fabric, model.collective, model.root, rate)
+    timed = replace(plans, times=times_of(plans, limits, sizes))
+    return timed, time_bound(fabric, model.collective, model.root, limits, rate)
+
+
+def _on_windows(
+    plans: Sequence[Plan], given: EngineCosts | None
+) -> tuple[EngineCosts, tuple[WindowsClock, ...], list[str]]:
+    """Figures, clocks and notes of the windows engine; UsageError where the GPUs are not for it."""
+    topology, channels = plans[0].topology, plans[0].channels
+    if is_amd(device for device in topology.devices if device.kind == "gpu"):
+        raise UsageError(
+            "the windows engine is for NVIDIA's GPUs, and these are AMD's; choose the engine messages"
+        )
+    if len(plans[0].ranks) > 1:
+        fabric = Fabric(topology, channels)
+        if fabric.in_network:
+            raise UsageError(
+                "the windows engine's model of time has no switches that copy or add, so its times would contradict "
+                "the rates of these plans; choose --in-network none, or the engine messages"
+            )
+        _check_domain(fabric)
+    costs, words = costs_of(topology) if given is None else (given, words_of(given))
+    clocks = tuple(WindowsClock(plan, costs) for plan in plans)
+    notes = [words]
+    if any(one.packets_to for one in clocks):
+        sizes = [2**power for power in range(31)]
+        ways = (clocks[0].in_packets, lambda nbytes: min(one.along_trees(nbytes).seconds for one in clocks))
+        ends = [size for size, way in fastest_from(ways, sizes)[1:] if way == 1]
+        if ends:
+            notes.append(
+                f"by these figures one-shot would be the fastest up to {format_size(ends[0] - 1)}; "
+                f"the engine takes it up to {format_size(SMALL_BYTES)}"
+            )
+    return costs, clocks, notes
+
+
+def _check_domain(fabric: Fabric) -> None:
+    """Refuse GPUs of which one cannot write to another's memory over NVLink."""
+    if fabric.channels != ("nvlink",):
+        raise UsageError(
+            "the windows engine needs GPUs in one NVLink domain, and these are planned over "
+            f"{channel_words(fabric.channels)}; choose others, or the engine messages"
+        )
+    routes, ranks = LeastLoaded(fabric), range(fabric.size)
+    apart = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)
+    if apart:
+        tail, head = (fabric.ranks[rank] for rank in apart)
+        raise UsageError(
+            f"the windows engine needs GPUs in one NVLink domain, and {tail} reaches {head} only through another GPU; "
+            "choose others, or the engine messages"
+        )
+
+
+def fastest_from(
+    clocks: Sequence[Callable[[int], float]],
+    sizes: Sequence[int],
+    *,
+    least: Sequence[Callable[[int], float]] = (),
+) -> tuple[tuple[int, int], ...]:
+    """Who is fastest from which size on.
+
+    Parameters
+    ----------
+    clocks : sequence of callable
+        Seconds that a plan takes for so many bytes. Of equally fast ones (within `topoplan.units.TOLERANCE`) the first
+        wins.
+    sizes : sequence of int
+        Bytes, ascending and distinct.
+    least : sequence of callable
+        For each clock what it is never below, and is quickly known: where that is above another's time, the clock is
+        not asked. None for an empty one.
+
+    Returns
+    -------
+    tuple of (size, index into ``clocks``)
+        Ascending; the first size is ``sizes[0]``, and every other the first byte at which its clock wins over the one
+        before.
+
+    Examples
+    --------
+    Start-ups of 1, 3 and 9 and paces of 4, 2 and 1 per byte cross at 1 and at 6 bytes; where they meet, the first wins.
+
+    >>> fastest_from([lambda n: 9 + n, lambda n: 3 + 2 * n, lambda n: 1 + 4 * n], [0, 4, 8])
+    ((0, 2), (1, 1), (6, 0))
+    """
+    known: dict[int, int] = {}
+
+    def fastest(size: int) -> int:
+        if size not in known:
+            floors = [one(size) for one in least] or [0.0] * len(clocks)
+            seconds: dict[int, float] = {}
+            limit = math.inf
+            for number in sorted(range(len(clocks)), key=floors.__getitem__):
+                if floors[number] > limit:
+                    break
+                # one that is named before is as fast as this one can be
+                if any(
+                    first < number and time <= floors[number] * (1 + 2 * TOLERANCE)
+                    for first, time in seconds.items()
+                ):
+                    continue
+                seconds[number] = clocks[number](size)
+                limit = min(limit, seconds[number] * (1 + TOLERANCE))
+            known[size] = min(number for number, time in seconds.items() if time <= limit)
+        return known[size]
+
+    changes = [(sizes[0], fastest(sizes[0]))]
+    open_spans = list(pairwise(sizes))[::-1]
+    while open_spans:
+        low, high = open_spans.pop()
+        if fastest(low) == fastest(high):
+            continue
+        if high - low == 1:
+            changes.append((high, fastest(high)))
+        else:
+            middle = (low + high) // 2
+            open_spans += [(middle, high), (low, middle)]
+    return tuple(changes)
+
+
+def grid_of_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes asked for and those between the smallest and the largest that double from one to the next.
+
+    Examples
+    --------
+    >>> grid_of_sizes([0, 3, 9])
+    (0, 1, 2, 3, 4, 8, 9)
+    """
+    tested = set(sizes)
+    size = max(1, min(sizes))
+    while size < max(sizes):
+        tested.add(size)
+        size *= 2
+    return tuple(sorted(tested))
+
+
+def plan_like(
+    given: Plans, collective: str, *, root: int | None = None, machine: Topology | None = None
+) -> Plans:
+    """Plan another collective on the machine and the channels of a plan, in the same way.
+
+    Where a schedule does not exist for the collective, or a plan was made by hand, the planner's optimal trees are
+    taken.
+
+    Parameters
+    ----------
+    given : Plan or SizePlans
+    collective : str
+    root : int or None
+        Rank of the root of a broadcast or reduce.
+    machine : Topology, optional
+        What to plan for instead: what is left of that machine.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As `topoplan.plan`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> dgx = topoplan.load("dgx-1v")
+    >>> plan_like(topoplan.plan(dgx, method="mwu"), "allgather").method
+    'mwu'
+    >>> plan_like(topoplan.ring(dgx), "allgather").schedule
+    'nvlink ring'
+    >>> few = topoplan.plan(dgx, gpus=[1, 4, 5, 7], order="trees")
+    >>> plan_like(few, "broadcast").order
+    'trees'
+    """
+    model, topology = given.plans[-1], machine or given.topology
+    channels = "+".join(model.channels)
+    if collective == ALL_TO_ALL:
+        # paths have neither sizes nor orders of trees, and are not divided between channels
+        return plan(topology, collective, channels="auto" if channels in CHANNEL_SPLITS else channels)
+    if isinstance(given, SizePlans):
+        return plan_by_size(topology, collective, root=root, channels=channels)
+    try:
+        if model.method == "ring":
+            kind = model.schedule.removesuffix(" ring")
+            return ring(topology, collective, root=root, kind=kind if kind in RING_KINDS else "auto")
+        if model.method in METHODS and model.method != "exact":
+            return plan(topology, collective, root=root, method=model.method, channels=channels)
+        for schedule in SCHEDULES.values():
+            if schedule.method == model.method:
+                return schedule.make(topology, collective, root=root, channels=channels)
+    except (InfeasibleError, UsageError):
+        pass  # this collective has no such schedule here
+    return plan(topology, collective, root=root, channels=channels, order=model.order)

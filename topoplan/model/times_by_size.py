@@ -1,0 +1,347 @@
+"""Compute times over message sizes: a sweep in the columns of nccl-tests, the crossover of two plans, and a lower
+bound.
+
+The model (`topoplan.model.closed_form`) takes at least launch + chain + D / rate for D bytes, with chain the longest
+chain of start-ups. No chain is shorter than the diameter A0, the start-ups from a rank to the furthest that needs
+its data. Let limits (`topoplan.plans.chain_limits`) say that schedules with chains below B1 < B2 < … have rates of
+at most R1 <= R2 <= …, and a certificate that none exceeds R. Then every schedule takes at least
+
+    T(D) = launch + min of  A0 + D / R1,  B1 + D / R2,  B2 + D / R3,  …,  Bm + D / R.
+
+Not in it: the time to fill pipelines, and chunks and trees that start one after another on a wire.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.model.closed_form import clock
+from topoplan.model.dataflow import LAUNCH, device_kinds, link_latency
+from topoplan.plans.chain_limits import ChainLimit, arcs_of, distances
+from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.size_plans import SizePlans, SizeTimes
+from topoplan.units import bus_factor
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRow:
+    """One line of the table, for float32.
+
+    Parameters
+    ----------
+    nbytes : int
+        ``size``; for allgather and reduce_scatter of the full gathered buffer.
+    count : int
+        ``count`` as nccl-tests prints it: elements of the buffer, of one rank's part for allgather and
+        reduce_scatter.
+    dtype, redop : str
+    seconds : float
+    algbw, busbw : float
+        GB/s.
+    """
+
+    nbytes: int
+    count: int
+    dtype: str
+    redop: str
+    seconds: float
+    algbw: float
+    busbw: float
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object with the table's columns; ``time`` is in microseconds, as there."""
+        return {
+            "size": self.nbytes,
+            "count": self.count,
+            "type": self.dtype,
+            "redop": self.redop,
+            "time": self.seconds * 1e6,
+            "algbw": self.algbw,
+            "busbw": self.busbw,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where the first of two plans starts to be at least as fast as the second.
+
+    Parameters
+    ----------
+    nbytes : int or None
+        The smallest size from which, up to the largest one asked for, the first plan is at least as fast;
+        None where it is slower at the largest size. The smallest size asked for where it is never slower.
+    faster_below : str
+        ``first``, ``second`` or ``equal``: which is faster at the smallest size asked for.
+    """
+
+    nbytes: int | None
+    faster_below: str
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object of both fields."""
+        return {"nbytes": self.nbytes, "faster_below": self.faster_below}
+
+
+def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[SizeRow, ...]:
+    """Model time of a plan at several sizes; of plans by size, each size under its own.
+
+    Raises
+    ------
+    UsageError
+        A size is negative, or ``chunk_bytes`` not above zero.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> print(format_table(sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])))
+    #         size         count      type   redop         time    algbw    busbw
+    #          (B)    (elements)                           (us)   (GB/s)   (GB/s)
+        1073741824     268435456     float     sum     13447.77    79.85   149.71
+    """
+    time = clock(plan, chunk_bytes)
+    times = [time(size) for size in sizes]
+    return tuple(row(one.collective, one.ranks, one.nbytes, one.seconds) for one in times)
+
+
+def format_table(rows: Sequence[SizeRow]) -> str:
+    """The rows as text, two comment lines of heads first, without a newline at the end."""
+    lines = [
+        f"# {'size':>12}  {'count':>12}  {'type':>8}  {'redop':>6}  {'time':>11}  {'algbw':>7}  {'busbw':>7}",
+        f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'':>6}  {'(us)':>11}  {'(GB/s)':>7}  {'(GB/s)':>7}",
+    ]
+    lines += [
+        f"  {row.nbytes:>12}  {row.count:>12}  {row.dtype:>8}  {row.redop:>6}  "
+        f"{row.seconds * 1e6:>11.2f}  {row.algbw:>7.2f}  {row.busbw:>7.2f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
+    """The smallest size from which the first plan is at least as fast as the second, up to ``high``.
+
+    Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the
+    next, the size is found by bisection.
+
+    Raises
+    ------
+    UsageError
+        The range is empty.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-2")
+    >>> one_hop, ring = topoplan.plan(machine, "allreduce"), topoplan.ring(machine, "allreduce")
+    >>> crossover(one_hop, ring, 1 << 10, 1 << 30)
+    Crossover(nbytes=1024, faster_below='first')
+    """
+    if not 0 < low <= high:
+        raise UsageError(f"size range {low} to {high} is empty; give 0 < low <= high in bytes")
+    one, two = clock(first), clock(second)
+
+    def slower(nbytes: int) -> bool:
+        return one(nbytes).seconds > two(nbytes).seconds
+
+    start = (one(low).seconds, two(low).seconds)
+    faster_below = "equal" if start[0] == start[1] else "first" if start[0] < start[1] else "second"
+    sizes = [low]
+    while sizes[-1] < high:
+        sizes.append(min(high, 2 * sizes[-1]))
+    behind = max((i for i, size in enumerate(sizes) if slower(size)), default=-1)
+    if behind == len(sizes) - 1:
+        return Crossover(None, faster_below)
+    if behind < 0:
+        return Crossover(low, faster_below)
+    below, above = sizes[behind], sizes[behind + 1]
+    while above - below > 1:
+        middle = (below + above) // 2
+        if slower(middle):
+            below = middle
+        else:
+            above = middle
+    return Crossover(above, faster_below)
+
+
+def row(collective: str, ranks: int, nbytes: int, seconds: float) -> SizeRow:
+    """The line of a collective that takes so long."""
+    parts = ranks if collective in ("allgather", "reduce_scatter", "alltoall") else 1
+    algbw = nbytes / seconds / 1e9
+    return SizeRow(
+        nbytes=nbytes,
+        count=nbytes // parts // FLOAT32_BYTES,
+        dtype="float",
+        redop="sum" if collective in ("allreduce", "reduce", "reduce_scatter") else "none",
+        seconds=seconds,
+        algbw=algbw,
+        busbw=algbw * bus_factor(collective, ranks),
+    )
+
+
+MOST_SOURCES = 64
+"""Ranks from which the diameter is measured; of more, so many are taken, and the bound is no higher for it."""
+
+DIGITS = 1e-5
+"""How far times in a file may be from those recomputed, as a fraction: files round them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBound:
+    """The least seconds of a collective by its size.
+
+    Parameters
+    ----------
+    diameter : float
+        Seconds of start-ups that every schedule has one after another.
+    steps : tuple of (float, Fraction or None)
+        Ascending: least seconds of start-ups, and the highest rate in GB/s of schedules that have no more than up to
+        the next step; None where nothing bounds it.
+
+    Examples
+    --------
+    A DGX-2: one hop at 10 GB/s, or two at 80.
+
+    >>> import topoplan
+    >>> bound = check_times(topoplan.plan_by_size("dgx-2"))
+    >>> [(round(chain * 1e6, 1), str(rate)) for chain, rate in bound.steps]
+    [(8.8, '10'), (17.6, '80')]
+    >>> round(bound.seconds(1 << 20) * 1e6, 2)
+    39.11
+    """
+
+    diameter: float
+    steps: tuple[tuple[float, Fraction | None], ...]
+
+    def seconds(self, nbytes: float) -> float:
+        """No schedule takes less for so many bytes."""
+        return LAUNCH + min(
+            chain + (nbytes / (float(rate) * 1e9) if rate else 0.0) for chain, rate in self.steps
+        )
+
+
+def time_bound(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    limits: Sequence[ChainLimit],
+    rate: Fraction | None,
+) -> TimeBound:
+    """The bound on time that some limits prove, with the bound on the rate of any schedule.
+
+    Raises
+    ------
+    PlanError
+        A limit proves nothing here.
+    """
+    if fabric.size == 1:
+        return TimeBound(0.0, ((0.0, None),))
+    if limits and (fabric.split or fabric.in_network):
+        raise PlanError("chain limits speak of one kind of wire and of switches that only forward")
+    start_ups = least_start_ups(fabric)
+    diameter = start_up_diameter(fabric, collective, root)
+    known = [(one.chain, one.bound(fabric, collective, root, start_ups)) for one in limits]
+    reach = sorted({diameter, *(chain for chain, _ in known if chain > diameter)})
+    steps: list[tuple[float, Fraction | None]] = []
+    for chain in reach:
+        rates = [limited for below, limited in known if below > chain]
+        rates += [] if rate is None else [rate]
+        least = min(rates, default=None)
+        if not steps or least != steps[-1][1]:
+            steps.append((chain, least))
+    return TimeBound(diameter, tuple(steps))
+
+
+def least_start_ups(fabric: Fabric) -> tuple[float, ...]:
+    """For every link the seconds that a hop over it pays at least, whatever else it crosses."""
+    kinds = device_kinds(fabric.topology)
+    networked = any(link.channel == "network" for link in fabric.links)
+    return tuple(
+        link_latency(link, kinds)
+        if link.latency is not None or not networked or link.channel in ("network", "nvlink")
+        else 0.0
+        for link in fabric.links
+    )
+
+
+def start_up_diameter(fabric: Fabric, collective: str, root: int | None) -> float:
+    """Seconds of start-ups from a rank to the furthest that needs what it has, along the best way.
+
+    Examples
+    --------
+    Two NVLinks one after another on a DGX-1V, of 8.8 us each:
+
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> round(start_up_diameter(fabric, "allreduce", None) * 1e6, 1)
+    17.6
+    """
+    return _diameter(fabric.topology, fabric.channels, collective, root)
+
+
+@lru_cache(maxsize=16)
+def _diameter(topology: Topology, channels: tuple[str, ...], collective: str, root: int | None) -> float:
+    fabric = Fabric(topology, channels)
+    costs = least_start_ups(fabric)
+    arcs = arcs_of(fabric, costs)
+    if collective == "reduce":
+        arcs = [[(src, costs[link]) for link, src in row] for row in fabric.route_graph.entering()]
+    if root is not None:
+        return max(distances(arcs, root)[: fabric.size])
+    step = -(-fabric.size // MOST_SOURCES)
+    return max(max(distances(arcs, start)[: fabric.size]) for start in range(0, fabric.size, step))
+
+
+def times_of(plans: SizePlans, limits: Sequence[ChainLimit], sizes: Sequence[int]) -> SizeTimes:
+    """The times of plans by size at some sizes beside the bound, for their file."""
+    bound, time = _bound_of(plans, limits), clock(plans)
+    points = [(size, rounded(time(size).seconds), rounded(bound.seconds(size))) for size in sizes]
+    return SizeTimes(tuple(limits), tuple(points))
+
+
+def check_times(plans: SizePlans) -> TimeBound | None:
+    """Recompute what a file of plans by size says of times; None where it says nothing.
+
+    Raises
+    ------
+    PlanError
+        A limit proves nothing, or a time is not what it comes to.
+    """
+    if plans.times is None:
+        return None
+    bound, time = _bound_of(plans, plans.times.limits), clock(plans)
+    for size, seconds, least in plans.times.points:
+        for name, claimed, found in (
+            ("model time", seconds, time(size).seconds),
+            ("bound on time", least, bound.seconds(size)),
+        ):
+            if not math.isclose(claimed, found, rel_tol=DIGITS):
+                raise PlanError(
+                    f"claims a {name} of {claimed:.6g} s for {size} bytes; recomputed it is {found:.6g} s"
+                )
+    return bound
+
+
+def rounded(seconds: float) -> float:
+    """Seconds as a file says them: the same digits on every machine."""
+    return float(f"{seconds:.6g}")
+
+
+def _bound_of(plans: SizePlans, limits: Sequence[ChainLimit]) -> TimeBound:
+    """The bound on time of plans by size, under the lowest bound on the rate that any of them proves."""
+    first: Plan = plans.plans[0]
+    fabric = Fabric(first.topology, first.channels)
+    rates = [
+        one.certificate.bound(Fabric(one.topology, one.channels), one.collective, one.root)
+        for one in plans.plans
+        if len(one.ranks) > 1
+    ]
+    return time_bound(fabric, first.collective, first.root, limits, min(rates, default=None))

@@ -1,0 +1,484 @@
+"""Model the time of a plan on the windows engine: one kernel for each rank, whose blocks write to the other GPUs'
+memory.
+
+A step of a rank joins a tree edges of a shard and writes the sum on over d others. A chunk of b bytes takes h = (a +
+d) b / rate and a hop where it departs. With k chunks to a part and W seconds of such work of all of a rank's blocks,
+
+    T = launch + max(  max over steps of head + k h + tail,   chain - hop + W / blocks,   chain + D / (ports, links)  )
+
+with head and tail the longest chains of h before and after a step, chain that of hops. Up to `SMALL_BYTES` an
+allreduce goes in packets with flags beside the data: T = launch + hop + (n - 1) D packet_factor / rate, and at least
+2 D on the busiest link. Costs are measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's
+(2.30.7, ``src/sym_kernels.cc``, ``queryModel_lsa``, GiB/s): its packet kernels cover a launch and one hop, all
+others a launch and three:
+
+    Hopper      launch + hop = 4.5 us    launch + 3 hop = 7.8 us     hop = 1.65 us, launch = 2.85 us
+    Blackwell   launch + hop = 11 us     launch + 3 hop = 19.5 us    hop = 4.25 us, launch = 6.75 us
+
+Absent: switches that copy or add, other kernels on the GPU, memory rates, loading, and links' own latencies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.hardware import compute_capability
+from topoplan.machine.topology import Topology, format_value
+from topoplan.machine.topology_json import NUMBER, PRINTABLE, WHOLE, check_keys, decode_json
+from topoplan.model.closed_form import Level, levels_of, longest_chains
+from topoplan.model.dataflow import Dataflow, Floats, dataflow
+from topoplan.plans.plan import Plan
+from topoplan.solve.route_table import FabricOrbits, RouteTable
+from topoplan.units import TOLERANCE
+
+FORMAT = "topoplan.engine-costs/1"
+
+BLOCKS = 24
+"""Blocks that the engine's kernel has at most."""
+
+_GIB = 1.073741824
+"""GB/s of a GiB/s."""
+
+_LARGEST = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Start-ups and rates of the windows engine on one kind of GPU.
+
+    Parameters
+    ----------
+    name : str
+        The kind of GPU.
+    source : str
+        Where the figures come from.
+    launch : float
+        Seconds from the call until its kernel, the only one, does the first thing.
+    hop : float
+        Seconds from a store until the peer has seen the flag behind it; also how long a block waits for that.
+    allreduce_rate, other_rate : float
+        GB/s that one block of 512 threads moves into and out of slots, in an allreduce and in the other collectives.
+    peak : float
+        GB/s that a GPU sends at most, and receives at most, over all its links; these may have less.
+    packet_factor : float
+        What a byte in packets costs in bytes: 2 on the wire, and NCCL counts 9, "2X the bytes, plus some processing,
+        plus no unrolling".
+    fewest_blocks : int
+        Fewer are not considered.
+
+    Raises
+    ------
+    UsageError
+        A figure is zero, negative or beyond all sense, or the engine cannot have so many blocks.
+    """
+
+    name: str
+    source: str
+    launch: float
+    hop: float
+    allreduce_rate: float
+    other_rate: float
+    peak: float
+    packet_factor: float = 9.0
+    fewest_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("launch", "hop", "allreduce_rate", "other_rate", "peak", "packet_factor"):
+            value = getattr(self, key)
+            if not 0 < value <= _LARGEST:
+                raise UsageError(
+                    f"{key} {format_value(value)} must be a number above zero, of {_LARGEST:g} at most"
+                )
+        if not 1 <= self.fewest_blocks <= BLOCKS:
+            raise UsageError(
+                f"fewest_blocks {format_value(self.fewest_blocks)} must be a whole number from 1 to {BLOCKS}"
+            )
+
+    def block_rate(self, collective: str) -> float:
+        """Bytes per second that one block moves."""
+        return (self.allreduce_rate if collective == "allreduce" else self.other_rate) * 1e9
+
+    def to_json(self) -> str:
+        """The file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+
+HOPPER = EngineCosts(
+    name="Hopper",
+    source="NCCL's model",
+    launch=2.85e-6,
+    hop=1.65e-6,
+    allreduce_rate=65 * _GIB,
+    other_rate=44 * _GIB,
+    peak=320 * _GIB,
+)
+
+BLACKWELL = EngineCosts(
+    name="Blackwell",
+    source="NCCL's model",
+    launch=6.75e-6,
+    hop=4.25e-6,
+    allreduce_rate=55 * _GIB,
+    other_rate=55 * _GIB,
+    peak=600 * _GIB,
+)
+
+BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL}
+"""The figures of GPUs from this compute capability on."""
+
+
+def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
+    """The figures for the oldest of a machine's GPUs, and in one line what is assumed by taking them.
+
+    For GPUs older than all that have figures, Hopper's are taken with all blocks that the engine may have.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> costs, words = costs_of(topoplan.load("dgx-a100"))
+    >>> costs.fewest_blocks, words
+    (24, 'no figures of one kernel over NVLink are known for A100: 24 blocks, and else those of Hopper are assumed')
+    >>> costs_of(topoplan.load("dgx-b200"))[1]
+    "windows engine: figures of Blackwell, from NCCL's model; --engine-costs takes measured ones"
+    """
+    gpus = [device for device in topology.devices if device.kind == "gpu"]
+    known = {gpu.model: _capability(gpu.fact("sm"), gpu.model) for gpu in gpus}
+    model, oldest = min(known.items(), key=lambda item: (item[1], item[0]))
+    least = max((sm for sm in BY_CAPABILITY if sm <= oldest), default=None)
+    if least is None:
+        return replace(HOPPER, fewest_blocks=BLOCKS), (
+            f"no figures of one kernel over NVLink are known for {model or 'a GPU without a name'}: "
+            f"{BLOCKS} blocks, and else those of Hopper are assumed"
+        )
+    costs = BY_CAPABILITY[least]
+    return costs, f"{words_of(costs)}; --engine-costs takes measured ones"
+
+
+def _capability(stated: str, model: str) -> int:
+    return int(stated) if stated.isdecimal() else compute_capability(model) or 0
+
+
+def words_of(costs: EngineCosts) -> str:
+    """The line that says whose figures were taken."""
+    return f"windows engine: figures of {costs.name}, from {costs.source}"
+
+
+def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
+    """Read a file of figures.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, or a key is unknown, missing, of a wrong type or out of range.
+    """
+    where = os.fspath(path)
+    try:
+        value = decode_json(Path(path).read_text(encoding="utf-8"), where)
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read: {error.strerror}; give a file of engine costs") from None
+    except TopologyError as error:
+        raise UsageError(f"{error}; give a file of engine costs") from None
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}; give a file of engine costs") from None
+    known = value.get("format") if isinstance(value, dict) else None
+    if known != FORMAT:
+        raise UsageError(
+            f"{where}: format {format_value(known)} is not {FORMAT!r}; give a file of engine costs, such as "
+            "python -m tests.gpu_report writes"
+        )
+    types = {"format": PRINTABLE, "name": PRINTABLE, "source": PRINTABLE, "fewest_blocks": WHOLE}
+    names = [field.name for field in fields(EngineCosts)]
+    keys = {name: types.get(name, NUMBER) for name in ("format", *names)}
+    try:
+        stated = check_keys(value, keys, tuple(names[:-2]), where)
+        return EngineCosts(**{key: stated[key] for key in names if key in stated})  # type: ignore[arg-type]
+    except TopologyError as error:
+        raise UsageError(str(error)) from None
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+PIECES, LEAST_CHUNK, SLOT_BYTES = 8, 8 << 10, 128 << 10
+"""A part has this many chunks, but none is shorter than the one and longer than the other number of bytes."""
+
+SMALL_BYTES, SMALL_BLOCKS, SMALL_HEIGHT = 16 << 10, 8, 5
+"""An allreduce of so many bytes at most goes in packets, with so many blocks, unless the plan's trees are higher."""
+
+CHUNKS = tuple(SLOT_BYTES >> power for power in range(4, -1, -1))
+"""Longest chunks among which one is chosen, up to a slot."""
+
+ENOUGH = 1.025
+"""Fewer blocks that take up to so many times as long are taken, as NCCL does: other kernels want the rest."""
+
+_MANY = 1e6
+"""So many blocks never are: a port that would take more is never full."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSetting:
+    """How the engine runs a plan for one size, and how long that takes.
+
+    Parameters
+    ----------
+    seconds : float
+        With as many blocks as are fastest.
+    blocks : int
+        The fewest within `ENOUGH` of that.
+    chunk : int
+        Bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
+    """
+
+    seconds: float
+    blocks: int
+    chunk: int
+
+    @property
+    def packets(self) -> bool:
+        """Whether everybody sends everything to everybody."""
+        return self.chunk == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelSteps:
+    """What all ranks' kernels do; of a compact plan what one rank does on average, from its templates.
+
+    Parameters
+    ----------
+    rank : (S,) int64
+    arrivals, departures, share : (S, 1) float64
+        Tree edges, and the share of the shard.
+    copies : (S,) float64
+        How many steps each stands for on its rank.
+    forward, backward : tuple of Level
+        The steps that each waits for, and those that wait for it.
+    most : int
+        Steps of the rank that has most.
+    """
+
+    rank: NDArray[np.int64]
+    arrivals: Floats
+    departures: Floats
+    share: Floats
+    copies: Floats
+    forward: tuple[Level, ...]
+    backward: tuple[Level, ...]
+    most: int
+
+
+def kernel_steps(flow: Dataflow) -> KernelSteps:
+    """The steps of a dataflow.
+
+    Examples
+    --------
+    One hop among four: each rank joins three and sends to three, sends to three, and takes from three.
+
+    >>> import topoplan
+    >>> steps = kernel_steps(dataflow(topoplan.one_hop(topoplan.load("v100x4"))))
+    >>> steps.most, sorted(set(zip(steps.arrivals[:, 0].tolist(), steps.departures[:, 0].tolist())))
+    (7, [(0.0, 1.0), (1.0, 0.0), (3.0, 3.0)])
+    """
+    found: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    before: dict[tuple[int, int], tuple[int, ...]] = {}
+    takes: list[tuple[int, ...]] = []
+    waits: list[set[int]] = []
+    sender: list[int] = []
+    departures: list[int] = []
+
+    def step(shard: int, rank: int, arrived: Sequence[int]) -> int:
+        key = shard, rank, tuple(arrived)
+        if key not in found:
+            earlier = before.get((shard, rank), ())
+            takes.append(tuple(hop for hop in arrived if hop not in earlier))
+            waits.append({sender[hop] for hop in takes[-1]})
+            if (shard, rank, earlier) in found:
+                waits[-1].add(found[shard, rank, earlier])
+            found[key] = len(departures)
+            departures.append(0)
+            before[shard, rank] = key[2]
+        return found[key]
+
+    arriving: dict[tuple[int, int], list[int]] = {}
+    for number, hop in enumerate(flow.hops):
+        sender.append(step(hop.shard, hop.src, hop.waits))
+        departures[sender[-1]] += 1
+        arriving.setdefault((hop.shard, hop.dst), []).append(number)
+    for (shard, rank), arrived in arriving.items():
+        step(shard, rank, arrived)
+    shards = [shard for shard, _, _ in found]
+    ranks = np.array([rank for _, rank, _ in found], dtype=np.int64)
+    copies = np.ones(len(ranks))
+    if flow.images is not None:
+        ranks[:] = 0
+        copies = np.array([flow.counts[shard] / flow.fabric.size for shard in shards])
+    followers: list[list[int]] = [[] for _ in waits]
+    for number, earlier_steps in enumerate(waits):
+        for one in sorted(earlier_steps):
+            followers[one].append(number)
+    column = (len(ranks), 1)
+    return KernelSteps(
+        rank=ranks,
+        arrivals=np.array([len(one) for one in takes], dtype=np.float64).reshape(column),
+        departures=np.array(departures, dtype=np.float64).reshape(column),
+        share=np.array([flow.shares[shard] for shard in shards], dtype=np.float64).reshape(column),
+        copies=copies,
+        forward=levels_of([sorted(one) for one in waits], range(len(waits))),
+        backward=levels_of(followers, range(len(waits) - 1, -1, -1)),
+        most=math.ceil(np.bincount(ranks, weights=copies).max(initial=0.0) - 1e-9),
+    )
+
+
+class WindowsClock:
+    """The model time of a plan on the windows engine as a function of the size.
+
+    Parameters
+    ----------
+    plan : Plan
+        Among GPUs that all write to each other's memory.
+    costs : EngineCosts
+
+    Attributes
+    ----------
+    packets_to : int
+        The most bytes that go in packets, all to all; 0 where none do.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.model.window_engine import HOPPER
+    >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
+    >>> time.setting(4 << 10).packets, time.setting(64 << 20).packets
+    (True, False)
+    >>> round(time.seconds(8) * 1e6, 2), round(time.along_trees(8).seconds * 1e6, 2)
+    (4.5, 6.15)
+    """
+
+    def __init__(self, plan: Plan, costs: EngineCosts) -> None:
+        flow = dataflow(plan)
+        self._steps = steps = kernel_steps(flow)
+        self._costs = costs
+        self._rate = costs.block_rate(plan.collective)
+        self._size = len(plan.ranks)
+        small = plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
+        self.packets_to = SMALL_BYTES if small else 0
+        self._exchange = _exchange_seconds(flow.fabric) if small else 0.0
+        self._links = max(flow.seconds_per_byte, default=0.0)
+        loads = [self._by_rank(steps.share * edges)[:, 0] for edges in (steps.arrivals, steps.departures)]
+        self._port = np.maximum(*loads)[:, None]
+        work = steps.share * (steps.arrivals + steps.departures)
+        longest = np.zeros(len(self._port))
+        np.maximum.at(longest, steps.rank, work[:, 0])
+        busy = longest > 0
+        self._longest = float((longest[busy] / self._by_rank(work)[busy, 0]).max(initial=0.0))
+
+    def seconds(self, nbytes: int) -> float:
+        """Of the fastest setting; grows with size, but where packets end."""
+        return self.setting(nbytes).seconds
+
+    def setting(self, nbytes: int) -> KernelSetting:
+        """What the engine runs for so many bytes of the buffer."""
+        if self.packets_to and nbytes <= self.packets_to:
+            return KernelSetting(self.in_packets(nbytes), SMALL_BLOCKS, 0)
+        return self.along_trees(nbytes)
+
+    def in_packets(self, nbytes: int) -> float:
+        """Seconds in which all send all they have to all others."""
+        costs = self._costs
+        sent = (self._size - 1) * nbytes
+        joint = joint_blocks(np.array(SMALL_BLOCKS), np.array(costs.peak * 1e9 / self._rate))
+        moved = costs.packet_factor * sent / self._rate / float(joint)
+        return costs.launch + costs.hop + max(moved, 2 * nbytes * self._exchange)
+
+    def along_trees(self, nbytes: int) -> KernelSetting:
+        """The fastest setting without packets."""
+        blocks = np.arange(self._costs.fewest_blocks, BLOCKS + 1)
+        seconds, chunks = self.times(nbytes, np.repeat(blocks, len(CHUNKS)), np.tile(CHUNKS, len(blocks)))
+        rows = seconds.reshape(len(blocks), -1)
+        least = rows.min(axis=1)
+        few = int(np.argmax(least <= least.min() * ENOUGH))
+        longest = int(np.flatnonzero(rows[few] <= least[few] * (1 + TOLERANCE))[-1])
+        chunk = int(chunks.reshape(rows.shape)[few, longest])
+        return KernelSetting(float(least.min()), int(blocks[few]), max(chunk, 1))
+
+    def times(
+        self, nbytes: int, blocks: NDArray[np.int64], limits: NDArray[np.int64]
+    ) -> tuple[Floats, Floats]:
+        """Seconds of some settings along the trees, and bytes of their longest chunks.
+
+        Parameters
+        ----------
+        nbytes : int
+        blocks, limits : (C,) int64
+            Blocks of the kernel, and the most bytes of a chunk.
+
+        Returns
+        -------
+        (C,) float64, (C,) float64
+        """
+        steps, costs = self._steps, self._costs
+        if not len(steps.rank):
+            return np.full(len(blocks), costs.launch), np.full(len(blocks), float(nbytes))
+        parts = np.clip(np.ceil(blocks * self._longest - 1e-9), 1, blocks)
+        shard = steps.share * max(nbytes, 1e-9)  # nothing takes the hops
+        chunk = np.minimum(np.minimum(np.maximum(shard / (PIECES * parts), LEAST_CHUNK), limits), shard)
+        chunks = np.maximum(shard / np.maximum(chunk, 1), 1)  # of all parts
+        hop = np.where(steps.departures > 0, costs.hop, 0.0)
+        one = hop + (steps.arrivals + steps.departures) * chunk / self._rate
+        head, tail = longest_chains(one, steps.forward), longest_chains(one, steps.backward)
+        pipelined = (head + np.maximum(chunks / parts, 1) * one + tail).max(axis=0)
+        work = self._by_rank(chunks * one)
+        busy = np.minimum(blocks, steps.most * parts)
+        port = self._port * nbytes / (costs.peak * 1e9)
+        moved = (work / joint_blocks(busy, work / np.maximum(port, work / _MANY))).max(axis=0)
+        chain = float((longest_chains(hop, steps.forward) + hop).max())
+        wires = np.maximum(port.max(axis=0), self._links * nbytes)
+        seconds = np.maximum(np.maximum(pipelined, chain - costs.hop + moved), chain + wires)
+        return costs.launch + seconds, chunk.max(axis=0)
+
+    def _by_rank(self, of_steps: Floats) -> Floats:
+        """(R, C): the sum over the steps of each rank."""
+        total = np.zeros((int(self._steps.rank.max(initial=0)) + 1, of_steps.shape[1]))
+        np.add.at(total, self._steps.rank, of_steps * self._steps.copies[:, None])
+        return total
+
+
+def _exchange_seconds(fabric: Fabric) -> float:
+    """Seconds per byte on the busiest link where every rank sends a byte to every other over a shortest route."""
+    orbits = FabricOrbits(fabric)
+    pairs = np.array(
+        [(a, b) for a in range(fabric.size) for b in range(fabric.size) if a != b], dtype=np.int64
+    )
+    alone = np.zeros(len(pairs), dtype=np.int64)
+    routes = RouteTable(orbits, (1,) * len(orbits.row_counts))
+    crossed = routes.usage(pairs[:, 0], pairs[:, 1], alone, 1)[0][orbits.row_of_link]
+    bandwidth = np.array([link.bandwidth for link in fabric.links])
+    return float((crossed / bandwidth).max() / 1e9)
+
+
+def joint_blocks(blocks: NDArray[np.int64], enough: Floats) -> Floats:
+    """How many blocks' worth of work is done at once by some, where so many would fill the port: a smooth minimum.
+
+    It is NCCL's, ``softmin`` in the same file.
+
+    Examples
+    --------
+    Of 65 GiB/s each on a port of 320: seven blocks of NCCL's kernel for large allreduces fill it to 98 %.
+
+    >>> for count in (1, 4, 7, 64):
+    ...     print(f"{65 * float(joint_blocks(np.array(count), np.array(320 / 65))):.0f} GiB/s")
+    64 GiB/s
+    239 GiB/s
+    312 GiB/s
+    320 GiB/s
+    """
+    joint: Floats = enough - np.logaddexp(0.0, enough + np.log1p(-np.exp(-enough)) - blocks)
+    return joint

@@ -1,0 +1,334 @@
+"""Fit latency and bandwidth of a pair of GPUs to the times of its copies: t(n) = alpha + n / beta (Hockney 1994).
+
+A `Meter` times copies on its machine; `collectives.calibration.PeerCopies` does so with CUDA. Deliberately absent: a
+meter of processes against each other, which belongs to a back end. Of every size the median of its repeats is kept.
+The line through the medians has the least sum of |alpha + n/beta - t| / t, with alpha >= 0. Such a line is among
+those through two points, or through one with alpha = 0 or 1/beta = 0 (Bloomfield and Steiger, Least Absolute
+Deviations, 1983: a vertex of the linear program), so all are tried. If every median is within e of the truth, so is
+the line within 2e / (1 - e) on average.
+
+An outlier is off the median by more than `FACTOR` times the median absolute deviation, scaled to a normal
+distribution (Hampel 1974; factor: Iglewicz and Hoaglin, How to detect and handle outliers, 1993), and by more than
+`FLOOR` of the median: values that repeat to the last digit have a deviation of zero, and any noise would stand out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Protocol
+
+from topoplan.errors import UsageError
+from topoplan.machine.topology import Topology
+from topoplan.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class PairSamples:
+    """Times of copies from one GPU to another.
+
+    Parameters
+    ----------
+    src, dst : str
+        Device names; data runs from ``src`` to ``dst``.
+    times : tuple of (int, tuple of float)
+        Bytes, ascending, and the seconds of every repeat.
+    through_host : bool
+        The GPUs may not reach each other: the driver takes every copy through the memory of the host.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two sizes, sizes that do not ascend, or a time that is not above zero.
+    """
+
+    src: str
+    dst: str
+    times: tuple[tuple[int, tuple[float, ...]], ...]
+    through_host: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for nbytes, _ in self.times]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise UsageError(
+                f"copies {self.name}: sizes {sizes} must be two or more, ascending, from 1 byte: one size cannot tell "
+                "latency from bandwidth"
+            )
+        for nbytes, seconds in self.times:
+            if not seconds or not all(0 < one < math.inf for one in seconds):
+                raise UsageError(
+                    f"copies {self.name}: times {list(seconds)} of {nbytes} bytes must be above zero; "
+                    "choose larger sizes"
+                )
+
+    @property
+    def name(self) -> str:
+        """Such as ``gpu0>gpu3``."""
+        return f"{self.src}>{self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """Copies inside the memory of one GPU.
+
+    Parameters
+    ----------
+    gpu : str
+        Device name.
+    nbytes : int
+        Bytes copied.
+    bandwidth : float
+        GB/s of memory traffic: every byte is read once and written once, and both count.
+    """
+
+    gpu: str
+    nbytes: int
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """All that a meter found out.
+
+    Parameters
+    ----------
+    method : str
+        How, in a few words, such as ``CuPy 13.4 peer copies``.
+    sizes : tuple of int
+        Bytes of the copies, ascending.
+    repeats : int
+        Copies of each size, the warm-up not counted.
+    pairs : tuple of PairSamples
+        One for each measured pair and direction.
+    peer_access : tuple of (int, float)
+        Seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
+    memory : MemoryCopy or None
+        Where there is one GPU, and so no pair.
+    notes : tuple of str
+        What could not be measured, or was taken for granted.
+    """
+
+    method: str
+    sizes: tuple[int, ...]
+    repeats: int
+    pairs: tuple[PairSamples, ...]
+    peer_access: tuple[tuple[int, float], ...] = ()
+    memory: MemoryCopy | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Meter(Protocol):
+    """Whatever times copies between the GPUs of the machine that it runs on."""
+
+    def ready(self) -> None:
+        """Raise ProbeError, with what to do, where nothing can be measured here."""
+
+    def measure(
+        self,
+        topology: Topology,
+        *,
+        gpus: Sequence[int] | None,
+        sizes: Sequence[int],
+        repeats: int,
+        progress: Callable[[str], None] | None,
+    ) -> Measurement:
+        """Time copies between every two of some GPUs, in both directions.
+
+        Parameters
+        ----------
+        topology : Topology
+            The machine, as far as it is known; names the GPUs.
+        gpus : sequence of int or None
+            GPU numbers in the topology; None for all that can be seen.
+        sizes : sequence of int
+            Bytes of the copies, two or more, ascending.
+        repeats : int
+            Copies of each size.
+        progress : callable or None
+            Told what is being measured.
+
+        Raises
+        ------
+        UsageError
+            GPUs or sizes do not fit the machine.
+        ProbeError
+            Hardware or driver did not answer; the message names the pair.
+        """
+
+
+LATENCY_ONLY = 0.1
+"""Where the largest copy moves its bytes in less than this share of alpha, no bandwidth can be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class HockneyLine:
+    """t(n) = alpha + n / bandwidth.
+
+    Parameters
+    ----------
+    alpha : float
+        Seconds, zero or more.
+    bandwidth : float
+        GB/s.
+    distance : float
+        Mean over the sizes of what the line is off the median there, relative to the median.
+    """
+
+    alpha: float
+    bandwidth: float
+    distance: float
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of a copy of so many bytes."""
+        return self.alpha + nbytes / (self.bandwidth * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A repeat that is off the median of its size.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of the copy.
+    repeat : int
+        Which of the repeats, counted from 1.
+    seconds, median : float
+        What it took, and what the repeats of this size usually take.
+    """
+
+    nbytes: int
+    repeat: int
+    seconds: float
+    median: float
+
+    def __str__(self) -> str:
+        return f"{format_size(self.nbytes)} repeat {self.repeat} ({self.seconds / self.median:.3g}x)"
+
+
+@dataclass(frozen=True, slots=True)
+class PairFit:
+    """What the copies from one GPU to another say.
+
+    Parameters
+    ----------
+    src, dst : str
+        Device names.
+    line : Line
+    through_host : bool
+        As in `PairSamples`.
+    outliers : tuple of Outlier
+        They have moved a median, not the fit.
+    """
+
+    src: str
+    dst: str
+    line: HockneyLine
+    through_host: bool = False
+    outliers: tuple[Outlier, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as ``gpu0>gpu3``."""
+        return f"{self.src}>{self.dst}"
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
+    """The line of least relative distance through (bytes, seconds), with alpha >= 0.
+
+    Parameters
+    ----------
+    points : sequence of (int, float)
+        Two or more different sizes; times above zero.
+
+    Raises
+    ------
+    UsageError
+        The times hardly grow with the sizes, so that no bandwidth can be told.
+
+    Notes
+    -----
+    All lines through two of n points are tried: O(n^3).
+
+    Examples
+    --------
+    10 us and 25 GB/s, but the third time is three times too long:
+
+    >>> times = [(n << 20, 1e-5 + (n << 20) / 25e9) for n in (1, 2, 4, 8, 16)]
+    >>> times[2] = (times[2][0], 3 * times[2][1])
+    >>> line = fit_line(times)
+    >>> round(line.alpha * 1e6, 6), round(line.bandwidth, 6), round(line.distance, 3)
+    (10.0, 25.0, 0.133)
+    """
+    lines = [line for nbytes, seconds in points for line in ((0.0, seconds / nbytes), (seconds, 0.0))]
+    for (few, early), (many, late) in combinations(sorted(points), 2):
+        slope = (late - early) / (many - few)
+        # Times that are proportional to the sizes leave an alpha of rounding errors, of either sign.
+        if slope > 0 and early - few * slope >= 0:
+            lines.append((early - few * slope, slope))
+    distances = [math.fsum(abs(a + n * b - t) / t for n, t in points) for a, b in lines]
+    distance, place = min((distance, place) for place, distance in enumerate(distances))
+    alpha, slope = lines[place]
+    largest = max(nbytes for nbytes, _ in points)
+    if largest * slope < LATENCY_ONLY * alpha:
+        raise UsageError(
+            f"copies of up to {format_size(largest)} take {alpha * 1e6:.3g} us whatever their size, which leaves "
+            "their bandwidth open; choose larger sizes"
+        )
+    return HockneyLine(alpha, 1e-9 / slope, distance / len(points))
+
+
+def fit_pair(samples: PairSamples) -> PairFit:
+    """Latency and bandwidth of a pair, and the repeats that stand out (see `outlying`).
+
+    Raises
+    ------
+    UsageError
+        As `fit_line`; the message begins with the pair.
+
+    Examples
+    --------
+    >>> times = tuple((n << 20, (1e-5 + n / 24e3,) * 4 + (1e-3,)) for n in (1, 4, 16))
+    >>> [str(outlier) for outlier in fit_pair(PairSamples("gpu0", "gpu1", times)).outliers]
+    ['1MB repeat 5 (19.4x)', '4MB repeat 5 (5.66x)', '16MB repeat 5 (1.48x)']
+    """
+    points = [(nbytes, median(seconds)) for nbytes, seconds in samples.times]
+    try:
+        line = fit_line(points)
+    except UsageError as error:
+        raise UsageError(f"{samples.name}: {error}") from None
+    outliers = tuple(
+        Outlier(nbytes, place + 1, seconds[place], usual)
+        for (nbytes, seconds), (_, usual) in zip(samples.times, points, strict=True)
+        for place in outlying(seconds)
+    )
+    return PairFit(samples.src, samples.dst, line, samples.through_host, outliers)
+
+
+FACTOR = 3.5
+FLOOR = 0.1
+FEWEST = 3
+"""Of fewer values none stands out."""
+
+_NORMAL = 1.4826
+
+
+def outlying(values: Sequence[float]) -> tuple[int, ...]:
+    """Positions of the values that stand out.
+
+    Examples
+    --------
+    >>> outlying([10.1, 10.0, 31.0, 9.9, 10.2])
+    (2,)
+    >>> outlying([10.0, 10.0, 10.0, 10.5]), outlying([1.0, 2.0])
+    ((), ())
+    """
+    if len(values) < FEWEST:
+        return ()
+    middle = median(values)
+    deviation = median(abs(value - middle) for value in values)
+    limit = max(FACTOR * _NORMAL * deviation, FLOOR * abs(middle))
+    return tuple(i for i, value in enumerate(values) if abs(value - middle) > limit)

@@ -1,0 +1,1 @@
+"""Compare what allocations, servers, faults, descriptions and logs reach with what their links allow."""

@@ -1,0 +1,489 @@
+"""Compare trees with rings and NCCL's other schedules on an allocation, and bound what its links allow.
+
+Rivals are verified plans: the ring of NCCL before 2.8 (over NVLink, else PCIe, which the row says), the ring over
+NVLink with relays, the best that NCCL has today (these rings, its tree, NVLS), the double binary tree, and what else
+`topoplan.schedules.registry` gives a column. If the ring falls back, trees still run over NVLink: Blink, section
+2.2, figure 13. For measurements, switches do what they could (`topoplan.machine.variants.with_all_capabilities`) unless
+the caller settled that. A size is bound by latency if its unavoidable start-ups (`topoplan.model.times_by_size`) take
+longer than its bytes at the bound. Bus bandwidth may exceed what the NICs carry, n servers of g ranks, N = n g:
+
+    collective        the factor counts    must leave a server
+    allreduce         2 (N - 1) / N        2 (n - 1) / n
+    allgather         (N - 1) / N          (n - 1) / n, and as much enters
+    reduce_scatter    (N - 1) / N          (n - 1) / n
+    alltoall          (N - 1) / N a rank   (N - g) / N a rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.topology import Topology, TopologyLike, as_topology
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.model.times_by_size import TimeBound, time_bound
+from topoplan.operate.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
+from topoplan.operate.compare.table import NO_RING, Comparison
+from topoplan.plans.build import Allocation
+from topoplan.plans.certificates.certificate import Certified, explain_certificate
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective, root_rank
+from topoplan.plans.verify import verify
+from topoplan.schedules.low_latency import direct_sends
+from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
+from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule
+from topoplan.solve.planner import plan
+from topoplan.solve.upper_bound import bound, in_network_bound
+from topoplan.units import bus_factor, exact, nearest_float
+
+OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
+"""Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
+
+NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
+"""What NCCL has; of equally fast ones a `Comparison` names the first."""
+
+
+DIRECT = "direct sends"
+"""What NCCL has for an all-to-all: every block goes at once to its rank
+(`topoplan.schedules.low_latency.direct_sends`).
+"""
+
+
+def compare(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    nbytes: int | None = None,
+) -> Comparison:
+    """Compare trees with rings on one allocation.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels, nbytes : str, int or None
+        What the trees run over, and for which size, as in `topoplan.plan`; the rings choose for themselves.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, a GPU or root that is not there.
+    InfeasibleError
+        No path joins the allocation.
+
+    Examples
+    --------
+    NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
+
+    >>> import topoplan
+    >>> row = compare(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
+    (50.0, 'pcie ring', 5.333, 9.375, 1.5)
+    """
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
+    topology, collective, chosen = asked.machine, asked.collective, asked.gpus
+    trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
+    rivals, missing = nccl_rivals(topology, collective, chosen, root, trees)
+    for schedule in columns():
+        if schedule.name not in NCCL_COLUMNS and schedule.fits(trees):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
+            except InfeasibleError as error:
+                missing.append(f"{schedule.words}: {error}")
+    ordered = dict.fromkeys((*(one.name for one in columns()), *rivals))
+    rivals = {name: rivals[name] for name in ordered if name in rivals}
+    picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
+    exact = {name: verify(made).exact_rate for name, made in rivals.items()}
+    rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
+    ran = [name for name in (*NCCL_COLUMNS, DIRECT) if name in rivals]
+    best = max(ran, key=lambda name: rivals[name].rate, default="")
+    nccl = rivals.get(best)
+    over_nccl = exact.get(best)
+    notes = [f"trees: {note}" for note in trees.notes]
+    able = with_all_capabilities(with_capable(topology))
+    idle = _idle_switches(topology, able, trees)
+    helped = None
+    if idle:
+        helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
+        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        notes.append(
+            f"trees do {helped:.6g} GB/s where {idle[0]}{more} copies and adds (--in-network nvswitch), "
+            f"{trees.rate:.6g} without"
+        )
+    notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
+    return Comparison(
+        collective=collective,
+        gpus=chosen,
+        members=1,
+        channel="+".join(trees.channels),
+        trees=trees.rate,
+        bound=trees.bound,
+        tree_count=trees.trees,
+        height=trees.height,
+        ring=picked.rate if picked else 0.0,
+        ring_kind=picked.schedule if picked else NO_RING,
+        relay=relay.rate if relay else None,
+        double_tree=double.rate if double else None,
+        ratio=math.nan if rate is None or against is None else float(rate / against),
+        relay_ratio=None if rate is None or relayed is None else float(rate / relayed),
+        notes=(*notes, *missing),
+        others=tuple(
+            (schedule.column, rivals[schedule.name].rate if schedule.name in rivals else None)
+            for schedule in columns()
+            if schedule.name not in OWN_COLUMNS and (schedule.servers == 1 or schedule.fits(trees))
+        ),
+        nccl=nccl.rate if nccl else 0.0,
+        nccl_kind=nccl.schedule if nccl else NO_RING,
+        nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
+        in_network=helped,
+        allocations=(chosen,),
+    )
+
+
+def nccl_rivals(
+    topology: Topology, collective: str, gpus: Sequence[int], root: int | None, proved: Certified
+) -> tuple[dict[str, Plan], list[str]]:
+    """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root
+        As for `compare`.
+    proved : Plan or Bound
+        Of the same request: schedules that do not go with its channels are left out.
+    """
+    rivals: dict[str, Plan] = {}
+    missing = []
+    for schedule in (SCHEDULES[name] for name in NCCL_COLUMNS):
+        if schedule.fits(proved):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=gpus, root=root)
+            except InfeasibleError as error:
+                if schedule.name in OWN_COLUMNS:
+                    missing.append(f"{schedule.words}: {error}")
+    if collective == ALL_TO_ALL and len(gpus) > 1:
+        sent = direct_sends(topology, gpus=gpus)
+        if sent is None:
+            missing.append("direct sends: some GPUs are joined through others only")
+        else:
+            rivals[DIRECT] = replace(sent, schedule=DIRECT)
+    return rivals, missing
+
+
+def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:
+    """Switches on the links of a plan that could do more in the network than they do."""
+    if len(trees.ranks) == 1:
+        return ()
+    used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
+    return tuple(name for name in used if able.device(name) != topology.device(name))
+
+
+def columns() -> tuple[Schedule, ...]:
+    """The schedules that stand beside the trees: those of `OWN_COLUMNS`, then the others that name a column."""
+    others = (one for one in SCHEDULES.values() if one.column and one.name not in OWN_COLUMNS)
+    return (*(SCHEDULES[name] for name in OWN_COLUMNS), *others)
+
+
+def compare_all(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    sizes: Collection[int] | None = None,
+    most_listed: int = MOST_LISTED,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Comparison, ...]:
+    """Compare trees with rings on one allocation of each class.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+    sizes : collection of int or None
+        Numbers of GPUs; 2 to N for None.
+    most_listed : int
+        Allocations of a class up to which they are listed.
+    progress : callable or None
+        Called with a line of text before each class.
+
+    Returns
+    -------
+    tuple of Comparison
+        Ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
+        the root.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective or size, or too many allocations (see `allocation_classes`).
+
+    Notes
+    -----
+    The rates of trees, bound, NVLink rings and relaying rings depend on the class alone (those of a rooted collective
+    also on the root, where links are unequal in their two directions). Number and height of the trees, a double
+    binary tree, and a PCIe ring beside NVLink trees also depend on how the GPUs are numbered and sit on PCIe: these
+    are the representative's.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
+    >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
+    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((2, 3, 5), 'all', 'pcie ring', 4), ((3, 4, 5), 'all', 'pcie ring', 4)]
+    """
+    topology = as_topology(topology)
+    collective = check_collective(collective)
+    classes = allocation_classes(topology, sizes=sizes, most_listed=most_listed)
+    rows = []
+    for number, one in enumerate(classes):
+        if progress:
+            progress(f"class {number + 1} of {len(classes)}: GPUs {', '.join(str(gpu) for gpu in one.gpus)}")
+        rows.append(compare_class(topology, collective, one))
+    return tuple(rows)
+
+
+def compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
+    """As `compare`, of the representative of a class; rates of 0 where no path joins it."""
+    try:
+        found = compare(topology, collective, gpus=one.gpus)
+        return replace(found, members=one.members, allocations=one.allocations)
+    except InfeasibleError as error:
+        if one.channel is not None:
+            raise
+        return Comparison(
+            collective=collective,
+            gpus=one.gpus,
+            members=one.members,
+            channel=None,
+            trees=0.0,
+            bound=0.0,
+            tree_count=0,
+            height=0,
+            ring=0.0,
+            ring_kind=NO_RING,
+            relay=None,
+            double_tree=None,
+            ratio=math.nan,
+            relay_ratio=None,
+            notes=(str(error),),
+            allocations=one.allocations,
+        )
+
+
+LATENCY, BANDWIDTH = "latency", "bandwidth"
+"""What can bind a size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nics:
+    """What leaves a server.
+
+    Parameters
+    ----------
+    servers, ranks : int
+        Servers of the allocation, and ranks on each; of unequal ones on that with the narrowest way out.
+    count : int
+        NICs of that server, or cables where it has none.
+    server, one : float
+        GB/s in one direction out of that server, and of its widest NIC.
+    factor, leaving : float
+        As the table above: what a byte of the buffer counts in bus bandwidth, and what of it must leave a server.
+    """
+
+    servers: int
+    ranks: int
+    count: int
+    server: float
+    one: float
+    factor: float
+    leaving: float
+
+    @property
+    def most(self) -> float:
+        """GB/s of bus bandwidth at which these NICs are full."""
+        return self.server * self.factor / self.leaving
+
+
+@dataclass(frozen=True, slots=True)
+class Attainable:
+    """What a collective can reach on an allocation. Rates are GB/s of algorithm bandwidth.
+
+    Parameters
+    ----------
+    collective : str
+    gpus : tuple of int
+    channels : tuple of str
+        Wires that the bound speaks of.
+    nccl : tuple of (str, float)
+        Rates of what NCCL has, best first; of equal ones in the order of
+        `topoplan.operate.compare.comparison.NCCL_COLUMNS`.
+    best : float
+        What no schedule exceeds.
+    links : str
+        Which wires bind, in the words of the certificate.
+    factor : float
+        Bus bandwidth over algorithm bandwidth.
+    time : TimeBound
+        The least time of every schedule, by size.
+    nics : Nics or None
+        None within one server.
+    model : tuple of Expectation
+        What NCCL itself expects of each algorithm and protocol; empty where it has no model.
+    in_network : float or None
+        What no schedule exceeds if switches copied and added wherever they could; None where that is no more.
+    """
+
+    collective: str
+    gpus: tuple[int, ...]
+    channels: tuple[str, ...]
+    nccl: tuple[tuple[str, float], ...]
+    best: float
+    links: str
+    factor: float
+    time: TimeBound
+    nics: Nics | None
+    model: tuple[NcclExpectation, ...] = ()
+    in_network: float | None = None
+
+    @property
+    def nccl_best(self) -> float | None:
+        """The best of NCCL; None where it has nothing."""
+        return self.nccl[0][1] if self.nccl else None
+
+    def expected(self, nbytes: int) -> NcclExpectation | None:
+        """What NCCL would choose, by its own model; None where it has none."""
+        return min(self.model, key=lambda one: one.seconds(nbytes), default=None)
+
+    def bound_by(self, nbytes: int) -> str:
+        """`LATENCY` or `BANDWIDTH`: start-ups and bytes add up to the least time."""
+        moving = nbytes / (self.best * 1e9)
+        return BANDWIDTH if moving > self.time.seconds(nbytes) - moving else LATENCY
+
+
+def attainable(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+) -> Attainable:
+    """What NCCL and what any schedule can reach.
+
+    Parameters
+    ----------
+    topology : Topology
+        Its switches do what it says they do: see `topoplan.machine.variants.with_all_capabilities`.
+    collective, gpus, root
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As for `topoplan.plan`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> found = attainable(topoplan.load("dgx-a100"))
+    >>> [(name, round(rate, 1)) for name, rate in found.nccl], round(found.best, 1)
+    ([('nvlink ring', 171.4), ('nccl tree', 171.4)], 171.4)
+    >>> found.bound_by(64 << 10), found.bound_by(1 << 30)
+    ('latency', 'bandwidth')
+    >>> small = found.expected(64 << 10)
+    >>> small.algorithm, small.protocol, round(small.seconds(64 << 10) * 1e6)
+    ('ring', 'll', 16)
+    """
+    chosen = topology.select(gpus)
+    # beyond so many ranks the bound without a plan is as good, and does not take minutes
+    small = len(chosen) <= MOST_RANKS
+    make = plan if small else bound
+    proved = make(topology, collective, gpus=chosen, root=root)
+    best = proved.bound if isinstance(proved, Plan) else proved.rate
+    rivals: dict[str, Plan] = {}
+    if len(chosen) > 1:
+        rivals, _ = nccl_rivals(topology, proved.collective, chosen, root, proved)
+    ring, relay = rivals.get("ring"), rivals.get("relay-ring")
+    if ring and relay and relay.rate <= ring.rate:
+        del rivals["relay-ring"]
+    fabric = Fabric(proved.topology, proved.channels)
+    rank, limit = root_rank(chosen, proved.collective, root), None if math.isinf(best) else exact(best)
+    return Attainable(
+        proved.collective,
+        chosen,
+        proved.channels,
+        tuple(sorted(((one.schedule, one.rate) for one in rivals.values()), key=lambda one: -one[1])),
+        best,
+        explain_certificate(proved) if len(chosen) > 1 else "a single rank sends nothing",
+        bus_factor(proved.collective, len(chosen)),
+        time_bound(fabric, proved.collective, rank, (), limit),
+        _nics(fabric, proved.collective),
+        _model(proved.topology, proved.collective),
+        in_network_bound(proved),
+    )
+
+
+def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
+    """What NCCL expects; nothing where it does not choose, or does not know the machine."""
+    if collective not in COLLECTIVES:
+        return ()
+    try:
+        return expectations(setting_of(allocation), collective)
+    except (UsageError, InfeasibleError):
+        return ()
+
+
+def _nics(fabric: Fabric, collective: str) -> Nics | None:
+    """What leaves the server with the narrowest way out; None on one server."""
+    servers = FabricServers(fabric)
+    count = len(servers.names)
+    if count < 2 or collective not in ALL_COLLECTIVES:
+        return None
+    narrowest: tuple[Fraction, int, list[int]] | None = None
+    for number, name in enumerate(servers.names):
+        out = [
+            link
+            for link, (src, dst) in enumerate(servers.ends)
+            if src == name and dst != name and servers.crossing[link]
+        ]
+        whole = sum((fabric.capacity[link] for link in out), Fraction(0))
+        if out and (narrowest is None or whole < narrowest[0]):
+            narrowest = (whole, number, out)
+    if narrowest is None:
+        return None
+    whole, number, out = narrowest
+    ranks = int(np.count_nonzero(servers.of_rank == number))
+    size = fabric.size
+    adds = any(
+        fabric.topology.device(name).kind == "switch" and name in fabric.adding
+        for name in fabric.nodes[size:]
+    )
+    leaving = {
+        "allreduce": 1.0 if adds else 2 * (count - 1) / count,
+        "allgather": (size - ranks) / size,
+        "reduce_scatter": (size - ranks) / size,
+        # of every rank: all of them share the way out
+        "alltoall": ranks * (size - ranks) / size,
+    }.get(collective, 1.0)
+    return Nics(
+        count,
+        ranks,
+        len({fabric.links[link].src for link in out}),
+        nearest_float(whole),
+        max(nearest_float(fabric.capacity[link]) for link in out),
+        bus_factor(collective, size),
+        leaving,
+    )

@@ -1,0 +1,435 @@
+"""What was measured beside what the wires allow: the runs of a log on the GPUs of a machine, row by row.
+
+Figures stand as they were printed; parts of what is reachable are those of size over time, which is printed with more
+digits where sizes are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from topoplan.errors import UsageError
+from topoplan.machine.hardware import compute_capability
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.comparison import BANDWIDTH, Attainable
+from topoplan.operate.device_matching import run_gpus
+from topoplan.plans.plan import ALL_COLLECTIVES
+from topoplan.reading.nccl.perf_text import PROGRAMS, LoggedRank, LoggedRow, PerfRun, Timing, columns_fit
+from topoplan.schedules.nccl_tuning import NcclExpectation
+from topoplan.units import bus_factor, format_size
+
+ABOVE = 1.0005
+"""Over what no schedule exceeds, a percentage is printed above 100: an assumption is wrong (`fallen_assumption`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRow:
+    """A row of a log.
+
+    Parameters
+    ----------
+    collective : str
+        As the log or its test calls it where a plan has none.
+    row : LoggedRow
+    reachable : Reachable or None
+        None where nothing is compared.
+    """
+
+    collective: str
+    row: LoggedRow
+    reachable: Attainable | None
+
+    @property
+    def rate(self) -> float:
+        """GB/s of algorithm bandwidth: size over time."""
+        return self.row.size / self.row.timing.seconds / 1e9
+
+    @property
+    def of_nccl(self) -> float | None:
+        """Part of NCCL's best; None where there is nothing to divide."""
+        best = self.reachable.nccl_best if self.reachable else None
+        return self.rate / best if best and best < float("inf") else None
+
+    @property
+    def of_best(self) -> float | None:
+        """Part of what no schedule exceeds."""
+        best = self.reachable.best if self.reachable else None
+        return self.rate / best if best and best < float("inf") else None
+
+    @property
+    def expected(self) -> NcclExpectation | None:
+        """What NCCL's own model would choose for this size."""
+        return self.reachable.expected(self.row.size) if self.reachable else None
+
+    @property
+    def of_model(self) -> float | None:
+        """Time that NCCL's model expects over the time that was measured."""
+        expected = self.expected
+        return expected.seconds(self.row.size) / self.row.timing.seconds if expected else None
+
+    @property
+    def bound_by(self) -> str | None:
+        """What binds this size."""
+        return self.reachable.bound_by(self.row.size) if self.reachable else None
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm bandwidth."""
+        found, row, model = self.reachable, self.row, self.expected
+        return {
+            "collective": self.collective,
+            "size": row.size,
+            "time": _microseconds(row.timing),
+            "algbw": row.timing.algbw,
+            "busbw": row.timing.busbw,
+            "nccl_best": None if found is None else _finite(found.nccl_best),
+            "best": None if found is None else _finite(found.best),
+            "bound_by": self.bound_by,
+            "of_nccl": self.of_nccl,
+            "of_best": self.of_best,
+            "nccl_is": found.nccl[0][0] if found and found.nccl else None,
+            "nccl_expects": None
+            if model is None
+            else {
+                "algorithm": model.algorithm,
+                "protocol": model.protocol,
+                "time": float(f"{model.seconds(row.size) * 1e6:.6g}"),
+            },
+            "of_model": self.of_model,
+            "links": found.links if found and self.bound_by == BANDWIDTH else None,
+            "type": row.type,
+            "redop": row.redop,
+            "root": row.root,
+            "line": row.line,
+            "wrong": row.timing.wrong,
+            "place": "out-of-place" if row.out_of_place else "in-place",
+            "in_place": None if row.in_place is None else _timing_object(row.in_place),
+        }
+
+
+def _timing_object(timing: Timing) -> dict[str, object]:
+    return {
+        "time": _microseconds(timing),
+        "algbw": timing.algbw,
+        "busbw": timing.busbw,
+        "wrong": timing.wrong,
+    }
+
+
+def _microseconds(timing: Timing) -> float:
+    return float(f"{timing.seconds * 1e6:.9g}")
+
+
+def _finite(rate: float | None) -> float | None:
+    return rate if rate is not None and rate < float("inf") else None
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRun:
+    """A run of a log on a machine.
+
+    Parameters
+    ----------
+    run : PerfRun
+    gpus : tuple of int
+        Numbers of its GPUs on the machine, ascending; empty where nothing is compared.
+    rows : tuple of JudgedRow
+    notes, warnings : tuple of str
+    """
+
+    run: PerfRun
+    gpus: tuple[int, ...]
+    rows: tuple[JudgedRow, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def references(self) -> tuple[Attainable, ...]:
+        """What its rows are compared with: one for each root."""
+        return tuple({id(one.reachable): one.reachable for one in self.rows if one.reachable}.values())
+
+
+def judge(
+    run: PerfRun,
+    machine: Topology,
+    reach: Callable[[str, tuple[int, ...], int | None], Attainable],
+    *,
+    gpus: Sequence[int] | None = None,
+    collective: str | None = None,
+) -> JudgedRun:
+    """A run beside what the wires allow.
+
+    Parameters
+    ----------
+    run : PerfRun
+    machine : Topology
+    reach : callable
+        What a collective, GPUs and the GPU number of a root can reach:
+        `topoplan.operate.compare.comparison.attainable`, each asked once.
+    gpus : sequence of int or None
+        The GPUs of the ranks, as the caller states them; None reads them from the log.
+    collective : str or None
+        What the test was, where the log does not say.
+
+    Raises
+    ------
+    UsageError
+        The ranks do not fit the machine or the GPUs; or the log says neither what it tested nor enough to guess it.
+    """
+    notes: list[str] = []
+    warnings = list(run.warnings)
+    side = {rank.group for rank in run.ranks}
+    if len(side) > 1:
+        warnings.append(
+            f"{len(side)} communicators ran side by side, and what follows is for group {min(side)} alone: they shared "
+            "its wires"
+        )
+    ranks = [rank for rank in run.ranks if rank.group == min(side)] if side else []
+    chosen, of_rank = run_gpus(run, ranks, machine, gpus, notes)
+    if len(chosen) == 1 and run.rows:
+        warnings.append(
+            "a single rank moves nothing: where mpirun started several processes, nccl-tests was built without MPI=1"
+        )
+    assumed = gpus is None and not ranks and run.stated is None
+    known = run.collective or (collective or "" if not run.program else "")
+    if run.rows and not run.program:
+        known = _guessed(run, known, len(chosen), machine, notes, warnings, assumed=assumed)
+    elif run.rows and assumed and known:
+        _check_ranks(run, [known], len(chosen), machine)
+    if not known:
+        if run.rows:
+            warnings.append(
+                f"{run.program}: {len(run.rows)} rows are not compared: no plan does what {run.program} does, "
+                "and nothing bounds it here"
+            )
+        rows = tuple(JudgedRow(run.program, row, None) for row in run.rows)
+        return JudgedRun(run, (), rows, tuple(notes), tuple(warnings))
+    judged = []
+    for row in run.rows:
+        root = of_rank.get(row.root or 0, chosen[0]) if known in ("broadcast", "reduce") else None
+        judged.append(JudgedRow(known, row, reach(known, chosen, root)))
+    warnings += [*_doubts(judged, len(chosen)), *_other_models(ranks, of_rank, machine)]
+    if run.program == "bench":
+        notes.append(
+            "topoplan bench moves data through this host unless its links are paced; these are not the wires"
+        )
+    return JudgedRun(run, chosen, tuple(judged), tuple(notes), tuple(warnings))
+
+
+def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machine: Topology) -> list[str]:
+    """GPUs of another generation than the machine's, or cards in slots where the machine's GPUs have NVSwitches."""
+    switched = any(device.kind == "nvswitch" for device in machine.devices)
+    for rank in ranks:
+        here = machine.device(machine.gpus[of_rank[rank.rank]]).model if rank.rank in of_rank else ""
+        there, ours = compute_capability(rank.model), compute_capability(here)
+        slot = "PCIe" in rank.model and "PCIe" not in here and switched
+        if there and ours and (there != ours or slot):
+            with_switches = " behind NVSwitches" if slot else ""
+            return [
+                f"the log ran on {rank.model}, and GPU {of_rank[rank.rank]} of {machine.name} is a {here}"
+                f"{with_switches}: give the machine that ran it"
+            ]
+    return []
+
+
+TESTS = {
+    **{collective: test for test, collective in PROGRAMS.items()},
+    **{test: test for test in ("gather", "scatter", "sendrecv")},
+}
+"""Tests by what they run, the collectives of plans first."""
+
+
+def _guessed(
+    run: PerfRun,
+    stated: str,
+    ranks: int,
+    machine: Topology,
+    notes: list[str],
+    warnings: list[str],
+    *,
+    assumed: bool,
+) -> str:
+    """The collective of a run that does not name its test: the stated one, or the only one that its columns can be.
+
+    ``assumed`` says that the log states no number of ranks, so that another one than that of the machine may fit.
+    """
+    fitting = [name for name, test in TESTS.items() if columns_fit(run.rows, test)]
+    likely = [name for name in fitting if all(_fits(row, name, ranks) for row in run.rows)]
+    if stated:
+        if stated not in fitting:
+            others = f", which are those of {' or '.join(likely)}" if likely else ""
+            warnings.append(f"--collective {stated} does not fit the columns of the log{others}")
+        elif assumed:
+            _check_ranks(run, [stated], ranks, machine)
+        return stated
+    if not likely:
+        _check_ranks(run, fitting, ranks, machine)
+        what = f"no collective of {ranks} ranks has these bandwidths"
+        raise UsageError(f"the log does not name its test, and {what}; name it with --collective")
+    if assumed and len(likely) == 1:
+        # another collective of fewer ranks may have the same columns
+        likely += [
+            name
+            for name in fitting
+            if name not in likely and _numbers(run, name, len(machine.gpus)) is not None
+        ]
+    if len(likely) == 1 and likely[0] in ALL_COLLECTIVES:
+        notes.append(f"the log does not name its test; by its columns it is {likely[0]}")
+        return likely[0]
+    ours = [name for name in likely if name in ALL_COLLECTIVES]
+    remedy = "name it with --collective" if ours else "no plan does that"
+    raise UsageError(f"the log does not name its test, and it may be {' or '.join(likely)}; {remedy}")
+
+
+def _check_ranks(run: PerfRun, names: Sequence[str], ranks: int, machine: Topology) -> None:
+    """Refuse to take a log that lists no ranks as one of all GPUs, where its columns are those of fewer or more."""
+    for name in names:
+        if all(_fits(row, name, ranks) for row in run.rows):
+            return
+    for name in names:
+        found = _numbers(run, name, MOST_RANKS)
+        if found is not None:
+            number = str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
+            raise UsageError(
+                f"by its columns the log is of {name} of {number} ranks, and it does not say on which GPUs; "
+                f"{machine.name} has {len(machine.gpus)}: name those that ran with --gpus"
+            )
+
+
+MOST_RANKS = 4096
+"""Ranks that a log is tried for."""
+
+
+def _numbers(run: PerfRun, name: str, most: int) -> tuple[int, int] | None:
+    """The least and the largest number of ranks up to ``most`` that all rows fit; None where none does."""
+    # bandwidths of few digits fit any number
+    telling = sorted(run.rows, key=lambda row: -row.timing.algbw)[:4]
+    found = [number for number in range(2, most + 1) if all(_fits(row, name, number) for row in telling)]
+    found = [
+        number for number in (found[:1] + found[-1:]) if all(_fits(row, name, number) for row in run.rows)
+    ]
+    return (found[0], found[-1]) if found else None
+
+
+def _fits(row: LoggedRow, name: str, ranks: int) -> bool:
+    """Whether bandwidths and, where it tells it, the number of parts of a row are those of so many ranks."""
+    return row.parts in (None, ranks) and fits_factor(row.timing, name, ranks)
+
+
+def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
+    """Whether bus and algorithm bandwidth, each rounded to a hundredth, can be those of so many ranks.
+
+    Examples
+    --------
+    >>> timing = Timing(20e-6, 52.43, 91.75, 0)
+    >>> fits_factor(timing, "allreduce", 8), fits_factor(timing, "allreduce", 4), fits_factor(timing, "broadcast", 8)
+    (True, False, False)
+    """
+    factor = bus_factor("allgather" if collective in ("gather", "scatter") else collective, ranks)
+    slack = 0.011 * (1 + factor) + 0.003 * timing.busbw
+    return abs(timing.busbw - timing.algbw * factor) <= slack
+
+
+def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
+    """What rows say that cannot be, each kind once, with the first row that says it."""
+    told: dict[str, tuple[int, float, str]] = {}
+
+    def doubt(kind: str, words: str, weight: float = 0.0) -> None:
+        """Count a doubt, whose words are those of its first row, or of the row that weighs most."""
+        count, heaviest, known = told.get(kind, (0, -1.0, ""))
+        told[kind] = (count + 1, max(weight, heaviest), words if weight > heaviest else known)
+
+    for one in rows:
+        where = f"line {one.row.line}: {format_size(one.row.size)}"
+        for timing in (one.row.out_of_place, one.row.in_place):
+            if timing is None:
+                continue
+            if not fits_factor(timing, one.collective, ranks):
+                factor = bus_factor(one.collective, ranks)
+                doubt(
+                    "factor",
+                    f"{where}: busbw {timing.busbw:g} is not algbw {timing.algbw:g} x {factor:.4g}, the factor of "
+                    f"{one.collective} on {ranks} ranks",
+                )
+            rate = one.row.size / timing.seconds / 1e9
+            if abs(timing.algbw - rate) > 0.011 + 0.02 * rate:
+                doubt("rate", f"{where}: algbw {timing.algbw:g} is not size / time, {rate:.4g}")
+            found = one.reachable
+            if found is None:
+                continue
+            above = _above(one, found, rate)
+            if above:
+                doubt(above[0], f"{where}: {above[1]}", rate / found.best)
+    return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in told.values()]
+
+
+def _above(one: JudgedRow, found: Attainable, rate: float) -> tuple[str, str] | None:
+    """Return kind and words of the assumption that is wrong if a rate exceeds the bound, or NCCL's best; else None."""
+    if rate > found.best * ABOVE:
+        what = f"more than any schedule can over these wires ({found.best:.4g})"
+        return "above", f"{rate:.4g} GB/s is {what}: {fallen_assumption(found, rate)}"
+    if found.nccl_best and rate > found.nccl_best * ABOVE:
+        what = (
+            f"{100 * rate / found.nccl_best:.1f}% of NCCL's best ({found.nccl[0][0] if found.nccl else ''})"
+        )
+        why = f"{_more_than_stated(found, rate / found.nccl_best)}, or a schedule that is not listed"
+        return "above NCCL", f"{rate:.4g} GB/s is {what}: {why}"
+    return None
+
+
+def _more_than_stated(found: Attainable, times: float) -> str:
+    """Return what links carry in a measurement that is so many times what they are stated to carry."""
+    if found.nics is None:
+        return f"it takes {100 * times - 100:.1f}% more of the links than the machine states"
+    return (
+        f"it takes {found.nics.one * times:.4g} GB/s of each NIC, where the machine states {found.nics.one:.4g} "
+        "(a NIC of 400 Gb/s measures up to 49 GB/s in a Gen5 slot)"
+    )
+
+
+def fallen_assumption(found: Attainable, rate: float) -> str:
+    """Return which assumption of a bound is wrong if a measurement in GB/s exceeds it."""
+    if found.in_network is not None:
+        told = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
+        if rate <= found.in_network * ABOVE:
+            return f"{told}; --in-network nvswitch takes it in"
+    else:
+        told = _more_than_stated(found, rate / found.best)
+    return f"{told}, or the machine has more than was stated, or these GPUs are not the ones that ran"
+
+
+def nic_words(row: JudgedRow) -> str | None:
+    """Why the bus bandwidth of a row is above what NICs carry; None where it is not.
+
+    What NICs carry is that of all NICs of a server, and of a rank's part of them for an all-to-all.
+    """
+    nics = row.reachable.nics if row.reachable else None
+    if nics is None:
+        return None
+    busbw = row.rate * nics.factor
+    whole = nics.server if row.collective != "alltoall" else nics.server / nics.ranks
+    of = f"the {whole:.4g} GB/s of " + (
+        f"a rank's part of its server's {nics.count} NICs"
+        if row.collective == "alltoall"
+        else f"a server's {nics.count} NICs"
+        if nics.count > 1
+        else "the NIC of a server"
+    )
+    if busbw > whole * 1.001 and nics.leaving:
+        return (
+            f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above {of}, which are full at "
+            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and "
+            f"{_leaving_words(row.collective, nics.leaving)}, the rest stays inside servers"
+        )
+    if nics.count > 1 and busbw > nics.one * 1.001:
+        return (
+            f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above the {nics.one:.4g} GB/s of one NIC: a "
+            f"server has {nics.count} of them, and all carry a part"
+        )
+    return None
+
+
+def _leaving_words(collective: str, leaving: float) -> str:
+    if collective == "alltoall":
+        return f"all ranks of a server together send {leaving:.4g} out of it"
+    return f"only {leaving:.4g} must leave a server"

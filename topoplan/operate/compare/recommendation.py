@@ -1,0 +1,291 @@
+"""Which GPUs to take: all sets of so many GPUs of a machine, best first, and what the best of them leave.
+
+Sets are planned once for each class of isomorphic fabrics (`topoplan.operate.compare.allocations`), and every member is
+listed with the rates of its class. Only a ring over PCIe beside trees over NVLink is a member's own: members of an
+NVLink class may sit differently on PCIe.
+
+Of equally fast sets the first is that which leaves most for the next job: the rate of the best set of as many GPUs
+among those that are left, then the rate of all that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import comb, log10
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric_structure import machine_labelled_graph
+from topoplan.machine.topology import Topology, TopologyLike, as_topology
+from topoplan.operate.compare.allocations import AllocationClass, allocation_classes, interchangeable_groups
+from topoplan.operate.compare.comparison import compare_class
+from topoplan.operate.compare.table import Comparison
+from topoplan.plans.plan import check_collective
+from topoplan.schedules.ring import ring
+from topoplan.solve.planner import plan
+
+MOST_SETS = 20_000
+"""Sets that are listed; 8 of 16 GPUs are 12,870."""
+
+MOST_CLASSES = 400
+"""Classes that are planned: minutes on 16 GPUs with several kinds of wires; machines of 8 GPUs have up to 70."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSet:
+    """One set of GPUs and what it can do. Rates are in GB/s of algorithm bandwidth.
+
+    Parameters
+    ----------
+    gpus : tuple of int
+        Ascending.
+    number : int
+        Of its class: sets of one number have isomorphic fabrics. Counted from 1 in the order of the list.
+    rate, bound : float
+        Of packed trees, and what no plan exceeds; both 0 where no path joins the GPUs.
+    ring, ring_kind : float, str
+        The ring that `topoplan.ring` picks; 0 and "none" where there is none.
+    nccl, nccl_kind : float, str
+        The best that NCCL has, as in `Comparison`: that of the class.
+    channel : str or None
+        What the trees run over; None where no path joins the GPUs.
+    following : float or None
+        Rate of the best set of as many GPUs among those that it leaves. None where it leaves fewer, and for sets that
+        are not among the fastest.
+    left : float or None
+        Rate of all GPUs that it leaves; None where it leaves fewer than two, and for sets not among the fastest.
+    """
+
+    gpus: tuple[int, ...]
+    number: int
+    rate: float
+    bound: float
+    ring: float
+    ring_kind: str
+    nccl: float
+    nccl_kind: str
+    channel: str | None
+    following: float | None = None
+    left: float | None = None
+
+
+class RankedSets:
+    """The sets of one or several sizes among some GPUs of a machine, and the rate of each.
+
+    Parameters
+    ----------
+    topology : Topology
+        The machine.
+    collective : str
+    free : tuple of int
+        GPUs to choose from, ascending.
+    progress : callable or None
+    """
+
+    def __init__(
+        self, topology: Topology, collective: str, free: tuple[int, ...], progress: Progress | None = None
+    ) -> None:
+        self.topology, self.collective, self.free = topology, collective, free
+        self._part = topology.subset(free)
+        self.progress = progress
+        self._classes: dict[int, dict[tuple[int, ...], AllocationClass]] = {}
+        self._rates: dict[tuple[int, ...], float] = {}
+
+    def classes(self, count: int) -> dict[tuple[int, ...], AllocationClass]:
+        """Every set of so many GPUs, in ascending order, with its class.
+
+        Raises
+        ------
+        UsageError
+            There are more than `MOST_SETS`, or so many that differ that they are not compared.
+        """
+        if count not in self._classes:
+            number = comb(len(self.free), count)
+            if number > MOST_SETS:
+                few = number < 10**15
+                sets = f"{number:,}" if few else f"more than 10^{int((number.bit_length() - 1) * log10(2))}"
+                raise UsageError(
+                    f"{sets} sets of {count} GPUs among {len(self.free)} are too many: at most {MOST_SETS:,} are "
+                    "looked at; name fewer GPUs to choose from (--free)"
+                )
+            found = allocation_classes(self._part, sizes=[count], most_listed=MOST_SETS)
+            named = {
+                tuple(self.free[gpu] for gpu in gpus): self._named(one)
+                for one in found
+                for gpus in one.allocations
+            }
+            self._classes[count] = dict(sorted(named.items()))
+        return self._classes[count]
+
+    def _named(self, one: AllocationClass) -> AllocationClass:
+        """A class whose representative has the machine's GPU numbers."""
+        return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
+
+    def planned_classes(self, count: int) -> list[AllocationClass]:
+        """The classes of sets of so many GPUs, by their representatives.
+
+        Raises
+        ------
+        UsageError
+            There are more than `MOST_CLASSES`, too many to plan each; as `classes`.
+        """
+        found = {one.gpus: one for one in self.classes(count).values()}
+        if len(found) > MOST_CLASSES:
+            raise UsageError(
+                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} different kinds of wires, and "
+                f"at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
+            )
+        return [found[gpus] for gpus in sorted(found)]
+
+    def compared(self, count: int) -> dict[tuple[int, ...], Comparison]:
+        """The comparison of each class of so many GPUs, by its representative; errors as `planned_classes`."""
+        classes = self.planned_classes(count)
+        made = {}
+        for number, one in enumerate(classes):
+            self._say(f"class {number + 1} of {len(classes)}", one.gpus)
+            made[one.gpus] = compare_class(self.topology, self.collective, one)
+            self._rates[one.gpus] = made[one.gpus].trees
+        return made
+
+    def rate(self, gpus: tuple[int, ...]) -> float:
+        """Rate of packed trees on a set of two or more GPUs in GB/s; 0 where no path joins them."""
+        one = self.classes(len(gpus))[gpus]
+        if one.gpus not in self._rates:
+            self._say("planning", one.gpus)
+            try:
+                self._rates[one.gpus] = plan(self.topology, self.collective, gpus=one.gpus).rate
+            except InfeasibleError:
+                self._rates[one.gpus] = 0.0
+        return self._rates[one.gpus]
+
+    def _say(self, what: str, gpus: Sequence[int]) -> None:
+        if self.progress:
+            self.progress(f"{what}: GPUs {', '.join(str(gpu) for gpu in gpus)}")
+
+
+def recommend(
+    topology: TopologyLike,
+    count: int,
+    collective: str = "allreduce",
+    *,
+    free: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> tuple[GpuSet, ...]:
+    """All sets of so many GPUs, best first.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    count : int
+        GPUs in a set, two or more.
+    collective : str
+        The root of a broadcast or reduce is the first GPU of each set.
+    free : sequence of int or None
+        GPUs to choose from; all for None.
+    progress : callable or None
+        Called with a line of text before each class.
+
+    Returns
+    -------
+    tuple of GpuSet
+        By rate; the fastest of them by what they leave, the others by their ring; then by class and GPUs.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, a GPU that is not there, fewer than ``count`` GPUs, or more sets than are looked at.
+
+    Examples
+    --------
+    Blink's GPUs 1, 4, 5, 7 of a DGX-1V are among the slower ones; the two halves of the cube are the best.
+
+    >>> import topoplan
+    >>> sets = recommend(topoplan.load("dgx-1v"), 4)
+    >>> len(sets), sets[0].gpus, sets[0].rate, sets[0].following
+    (70, (0, 1, 2, 3), 75.0, 75.0)
+    >>> next((one.rate, round(one.ring, 3)) for one in sets if one.gpus == (1, 4, 5, 7))
+    (50.0, 5.333)
+    """
+    topology = as_topology(topology)
+    ranked = RankedSets(
+        topology, check_collective(collective), tuple(sorted(topology.select(free))), progress
+    )
+    if not 2 <= count <= len(ranked.free):
+        remedy = (
+            f"ask for 2 to {len(ranked.free)}" if len(ranked.free) > 1 else "name two or more to choose from"
+        )
+        raise UsageError(f"no set of {count} GPUs can be chosen from {len(ranked.free)}; {remedy}")
+    rows = ranked.compared(count)
+    rings = _own_rings(ranked, rows)
+    fastest = max(row.trees for row in rows.values())
+    made = []
+    of_set = ranked.classes(count)
+    for gpus, alike in of_set.items():
+        row = rows[alike.gpus]
+        made.append(
+            GpuSet(
+                gpus=gpus,
+                number=0,
+                rate=row.trees,
+                bound=row.bound,
+                ring=rings.get(gpus, row.ring),
+                ring_kind=row.ring_kind,
+                nccl=row.nccl,
+                nccl_kind=row.nccl_kind,
+                channel=row.channel,
+                **(_left_by(ranked, gpus) if row.trees == fastest else {}),
+            )
+        )
+    places = {row.gpus: place for place, row in enumerate(sorted(rows.values(), key=_class_order))}
+    made.sort(key=lambda one: (*_order(one), places[of_set[one.gpus].gpus], one.gpus))
+    numbers: dict[tuple[int, ...], int] = {}
+    for one in made:
+        numbers.setdefault(of_set[one.gpus].gpus, len(numbers) + 1)
+    return tuple(replace(one, number=numbers[of_set[one.gpus].gpus]) for one in made)
+
+
+def _order(one: GpuSet) -> tuple[float, float, float, float]:
+    """By rate, then by what is left, then by the ring; most comes first."""
+    return (-one.rate, -(one.following or 0.0), -(one.left or 0.0), -one.ring)
+
+
+def _class_order(row: Comparison) -> tuple[float, float, tuple[int, ...]]:
+    return (-row.trees, -row.ring, row.gpus)
+
+
+def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:
+    """What a set leaves: the best set of its size among the others, and all others."""
+    rest = tuple(gpu for gpu in ranked.free if gpu not in gpus)
+    found = {}
+    if len(rest) >= len(gpus):
+        found["following"] = max(ranked.rate(others) for others in combinations(rest, len(gpus)))
+    if len(rest) > 1:
+        found["left"] = ranked.rate(rest)
+    return found
+
+
+def _own_rings(ranked: RankedSets, rows: dict[tuple[int, ...], Comparison]) -> dict[tuple[int, ...], float]:
+    """The rate of rings over PCIe of sets whose class is one of other wires; those of twins on PCIe are equal."""
+    beside = {gpus for gpus, row in rows.items() if row.ring_kind == "pcie ring" and row.channel != "pcie"}
+    if not beside:
+        return {}
+    groups = interchangeable_groups(machine_labelled_graph(ranked.topology, ("pcie",)))
+    known: dict[tuple[int, ...], float] = {}
+    found = {}
+    for gpus, one in ranked.classes(len(next(iter(beside)))).items():
+        if one.gpus in beside:
+            counts = tuple(len({*gpus}.intersection(group)) for group in groups)
+            if counts not in known:
+                known[counts] = _pcie_ring(ranked, gpus)
+            found[gpus] = known[counts]
+    return found
+
+
+def _pcie_ring(ranked: RankedSets, gpus: tuple[int, ...]) -> float:
+    try:
+        return ring(ranked.topology, ranked.collective, gpus=gpus, kind="pcie").rate
+    except InfeasibleError:
+        return 0.0

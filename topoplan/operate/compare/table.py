@@ -1,0 +1,368 @@
+"""What a comparison says of an allocation, or of a class of them; many in a few figures, as text, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+
+from topoplan.machine.fabric import ALL
+from topoplan.plans.json_values import finite
+from topoplan.units import bus_factor, number_ranges
+
+NO_RING = "none"
+"""Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
+
+DOUBLE_TREE = "double binary tree"
+"""Kind of a rival that NCCL does not have in this form."""
+
+_EQUAL = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One allocation, or one class of them, under trees and under rings. Rates are in GB/s of algorithm bandwidth.
+
+    Parameters
+    ----------
+    collective : str
+    gpus : tuple of int
+        The allocation; of a class its representative.
+    members : int
+        Allocations that the row stands for; 1 where a single allocation was compared.
+    channel : str or None
+        What the trees run over: nvlink or pcie; None where no path joins the GPUs.
+    trees, bound : float
+        Rate of the packed trees, and what no plan on these links exceeds: both 0 where no path joins the GPUs,
+        infinite for a single GPU, where nothing moves.
+    tree_count, height : int
+        Number of packed trees, and edges on the longest root-to-leaf path.
+    ring : float
+        Rate of the ring that `topoplan.ring` picks by itself; 0 where there is none.
+    ring_kind : str
+        "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means that
+        NVLink has no ring here.
+    relay : float or None
+        Rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
+    double_tree : float or None
+        Rate of the double binary tree; None for collectives that have none.
+    ratio : float
+        ``trees / ring``, rounded from the exact quotient; not a number where there is no ring or nothing moves.
+    relay_ratio : float or None
+        ``trees / relay``; None where there is nothing to divide.
+    notes : tuple of str
+        What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
+    others : tuple of (str, float or None)
+        Rates of other registered schedules that have a column and suit such a machine, under its head; None where there
+        is no such schedule.
+    nccl : float
+        Rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
+    nccl_kind : str
+        Which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
+    nccl_ratio : float or None
+        ``trees / nccl``; None where there is nothing to divide.
+    in_network : float or None
+        Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
+        this row have such switches already, or there are none.
+    allocations : tuple of tuple of int
+        The allocations that the row stands for, ascending; empty where they are too many to be listed.
+    """
+
+    collective: str
+    gpus: tuple[int, ...]
+    members: int
+    channel: str | None
+    trees: float
+    bound: float
+    tree_count: int
+    height: int
+    ring: float
+    ring_kind: str
+    relay: float | None
+    double_tree: float | None
+    ratio: float
+    relay_ratio: float | None
+    notes: tuple[str, ...] = ()
+    others: tuple[tuple[str, float | None], ...] = ()
+    nccl: float = 0.0
+    nccl_kind: str = NO_RING
+    nccl_ratio: float | None = None
+    in_network: float | None = None
+    allocations: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def rival(self) -> tuple[float, str]:
+        """Rate of the fastest of NCCL's best and the double binary tree, and what it is; 0 where there is none.
+
+        Examples
+        --------
+        >>> from topoplan.operate.compare.comparison import compare
+        >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
+        >>> row.rival, row.rival_ratio
+        ((50.0, 'nccl tree'), 1.0)
+        """
+        double = self.double_tree or 0.0
+        return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
+
+    @property
+    def rival_ratio(self) -> float | None:
+        """``trees`` over the rate of `rival`; None where there is nothing to divide."""
+        rate, kind = self.rival
+        if kind != DOUBLE_TREE:
+            return self.nccl_ratio
+        return self.trees / rate if math.isfinite(self.trees) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a set of comparisons says.
+
+    Parameters
+    ----------
+    classes, allocations : int
+        Rows, and the allocations that they stand for.
+    without_nvlink_ring : int
+        Classes whose trees run over NVLink while NVLink has no ring.
+    over_pcie, without_plan : int
+        Classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at all.
+    below_ring : int
+        Classes on which the trees are slower than the ring.
+    lowest, highest : float or None
+        Of trees / ring, over the classes that have both; None where there is no such class.
+    mean, weighted_mean : float or None
+        Geometric mean of trees / ring, over classes and over allocations.
+    relay_highest, relay_mean : float or None
+        The same of trees / relaying ring, over classes.
+    nccl_equal : int
+        Classes on which NCCL's best is as fast as the trees, to one part in a million, or faster.
+    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean : float or None
+        Of trees / NCCL's best, as of trees / ring.
+    """
+
+    classes: int
+    allocations: int
+    without_nvlink_ring: int
+    over_pcie: int
+    without_plan: int
+    below_ring: int
+    lowest: float | None
+    highest: float | None
+    mean: float | None
+    weighted_mean: float | None
+    relay_highest: float | None
+    relay_mean: float | None
+    nccl_equal: int = 0
+    nccl_lowest: float | None = None
+    nccl_highest: float | None = None
+    nccl_mean: float | None = None
+    nccl_weighted_mean: float | None = None
+
+    def __str__(self) -> str:
+        """The figures as lines of text."""
+        lines = [
+            f"{self.allocations} allocations in {self.classes} classes, {self.below_ring} with trees below the ring"
+        ]
+        apart = (
+            (self.without_nvlink_ring, "have NVLink but no NVLink ring: their ring runs over PCIe"),
+            (self.over_pcie, "have no NVLink path and run over PCIe, beside NVLink where it joins some"),
+            (self.without_plan, "have no path at all"),
+        )
+        lines += [f"{number} classes {what}" for number, what in apart if number]
+        if self.nccl_lowest is not None:
+            lines.append(
+                f"trees / NCCL's best: {self.nccl_lowest:.3g} to {self.nccl_highest:.3g}, geometric mean "
+                f"{self.nccl_mean:.3g} over classes and {self.nccl_weighted_mean:.3g} over allocations, equal in "
+                f"{self.nccl_equal} classes"
+            )
+        if self.lowest is not None:
+            lines.append(
+                f"trees / ring: {self.lowest:.3g} to {self.highest:.3g}, geometric mean {self.mean:.3g} over classes "
+                f"and {self.weighted_mean:.3g} over allocations"
+            )
+        if self.relay_mean is not None:
+            lines.append(
+                f"trees / relaying ring: up to {self.relay_highest:.3g}, geometric mean {self.relay_mean:.3g}"
+            )
+        return "\n".join(lines)
+
+
+def summary(rows: Sequence[Comparison]) -> Summary:
+    """Summarise comparisons, of one collective or of several.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.operate.compare.comparison import compare_all
+    >>> found = summary(compare_all(topoplan.load("dgx-1v"), sizes=[8]))
+    >>> found.classes, found.below_ring, found.lowest, found.highest
+    (1, 0, 1.0, 1.0)
+    """
+    pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
+    ratios = [ratio for ratio, _ in pairs]
+    relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
+    nccl = [(row.nccl_ratio, row.members) for row in rows if row.nccl_ratio is not None]
+    return Summary(
+        classes=len(rows),
+        allocations=sum(row.members for row in rows),
+        without_nvlink_ring=sum(
+            row.channel == "nvlink" and row.ring_kind in (NO_RING, "pcie ring") for row in rows
+        ),
+        over_pcie=sum(row.channel in ("pcie", ALL) for row in rows),
+        without_plan=sum(row.channel is None for row in rows),
+        below_ring=sum(ratio < 1 for ratio in ratios),
+        lowest=min(ratios, default=None),
+        highest=max(ratios, default=None),
+        mean=_geometric_mean([(ratio, 1) for ratio in ratios]),
+        weighted_mean=_geometric_mean(pairs),
+        relay_highest=max(relayed, default=None),
+        relay_mean=_geometric_mean([(ratio, 1) for ratio in relayed]),
+        nccl_equal=sum(ratio <= 1 + _EQUAL for ratio, _ in nccl),
+        nccl_lowest=min((ratio for ratio, _ in nccl), default=None),
+        nccl_highest=max((ratio for ratio, _ in nccl), default=None),
+        nccl_mean=_geometric_mean([(ratio, 1) for ratio, _ in nccl]),
+        nccl_weighted_mean=_geometric_mean(nccl),
+    )
+
+
+def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
+    if not pairs:
+        return None
+    return math.exp(math.fsum(n * math.log(x) for x, n in pairs) / sum(n for _, n in pairs))
+
+
+def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> str:
+    """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
+
+    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``busbw`` is the trees' bus
+    bandwidth, ``nccl`` is the best that NCCL has, with its name, and ``binary`` the double binary tree. ``in network``
+    is there where switches could add and do not: what trees would reach with them. A dash stands where there is nothing
+    to compare.
+
+    Parameters
+    ----------
+    rows : sequence of Comparison
+    widest : int or None
+        Characters of a line: what does not fit beside the trees goes to tables of its own below them, rings and then
+        NCCL. None for one table, however wide.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.operate.compare.comparison import compare
+    >>> machine = topoplan.load("dgx-1v")
+    >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])], widest=100))
+    GPUs     members  channel    trees    busbw    bound  count  height
+    1,4,5,7        1  nvlink     50.00    75.00    50.00      2       2
+    4-7            1  nvlink     75.00   112.50    75.00      2       2
+    <BLANKLINE>
+    GPUs        ring  ring kind     /ring    relay  /relay     nccl  nccl is        /nccl   binary
+    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree      1.00x    16.67
+    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree      1.00x    50.00
+    """
+    heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
+    helped = any(row.in_network is not None for row in rows)
+    columns: dict[str, list[str]] = {
+        "GPUs": [number_ranges(row.gpus) for row in rows],
+        "members": [str(row.members) for row in rows],
+        "channel": [row.channel or "none" for row in rows],
+        "trees": [_rate(row.trees) for row in rows],
+        "busbw": [_rate(row.trees * bus_factor(row.collective, len(row.gpus))) for row in rows],
+        "bound": [_rate(row.bound) for row in rows],
+        "count": [str(row.tree_count) for row in rows],
+        "height": [str(row.height) for row in rows],
+        "ring": [_rate(row.ring) for row in rows],
+        "ring kind": [row.ring_kind for row in rows],
+        "/ring": [_times(row.ratio) for row in rows],
+        "relay": [_rate(row.relay) for row in rows],
+        "/relay": [_times(row.relay_ratio) for row in rows],
+        "nccl": [_rate(row.nccl) for row in rows],
+        "nccl is": [row.nccl_kind for row in rows],
+        "/nccl": [_times(row.nccl_ratio) for row in rows],
+        "binary": [_rate(row.double_tree) for row in rows],
+        **({"in network": [_rate(row.in_network) for row in rows]} if helped else {}),
+    }
+    for head in heads:
+        columns[head] = [_rate(dict(row.others).get(head)) for row in rows]
+    widths = {head: max(_LEAST.get(head, 7), len(head), *map(len, cells)) for head, cells in columns.items()}
+    names = list(widths)
+    tables = [names[: names.index("ring")]]
+    for first, last in pairwise([*map(names.index, ("ring", "nccl")), len(names)]):
+        wider = [*tables[-1], *names[first:last]]
+        if widest is None or sum(widths[head] + 2 for head in wider) - 2 <= widest:
+            tables[-1] = wider
+        else:
+            tables.append(["GPUs", *names[first:last]])
+    return "\n\n".join(_lines(columns, {head: widths[head] for head in shown}) for shown in tables)
+
+
+_WORDS = ("GPUs", "channel", "ring kind", "nccl is")
+_LEAST = {
+    "GPUs": 4,
+    "count": 5,
+    "height": 6,
+    "ring kind": 11,
+    "/ring": 6,
+    "/relay": 6,
+    "nccl is": 12,
+    "/nccl": 6,
+}
+"""Characters of a column, so that tables of several runs look alike."""
+
+
+def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
+    """The heads of some columns of so many characters, and their rows."""
+    padded = [
+        [f"{cell:<{wide}}" if head in _WORDS else f"{cell:>{wide}}" for cell in (head, *columns[head])]
+        for head, wide in widths.items()
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
+
+
+HEADS = """\
+GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
+trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+busbw: the trees' bus bandwidth; ring: NCCL's before 2.8, over NVLink or else PCIe; binary: double binary tree
+relay: rings that pass through GPUs; nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
+"""What the heads of the table say."""
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None and 0 < value < math.inf else "-"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}x"
+
+
+def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
+    """The rows and their summary as one JSON object.
+
+    Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
+    where there are any. null stands for None, for the infinite rates of a single GPU, and for a ratio that does not
+    exist.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.operate.compare.comparison import compare
+    >>> made = to_object([compare(topoplan.load("dgx-1v"), gpus=[3])])
+    >>> made["rows"][0]["gpus"], made["rows"][0]["trees"], made["summary"]["classes"]
+    ([3], None, 1)
+    """
+    return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
+
+
+def _row_object(row: Comparison) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for one in fields(row):
+        value = getattr(row, one.name)
+        if isinstance(value, float):
+            value = finite(value)
+        made[one.name] = list(value) if isinstance(value, tuple) else value
+        if one.name == "trees":
+            made["busbw"] = finite(row.trees * bus_factor(row.collective, len(row.gpus)))
+    del made["others"]
+    if row.others:
+        made["others"] = {head: None if rate is None else finite(rate) for head, rate in row.others}
+    return made

@@ -1,0 +1,552 @@
+"""Diagnose a machine: compare its links with the expected ones, and its devices with each other.
+
+The machine of the library that a server is (`topoplan.operate.resemblance`) says what to expect. Otherwise the
+server itself does: what more than half of its GPUs have at a switch or on PCIe is usual, a wire runs as fast one way
+as the other, and if nearly all pairs of GPUs have the same NVLinks, all should. A pair has lost NVLinks if three
+quarters of the pairs have more and all have some, or if nearly all have some; so have a few of eight GPUs, sixteen,
+… if the others have equal sums. An allocation of an unknown machine looks like one that lost wires, so `diagnose`
+prefers a missed fault to a false one.
+
+Beside NVLinks: PCIe rates, NICs and their distance (the usual one, if the server shows all its GPUs), NUMA nodes,
+and GPUs that may not reach each other. A link rate is usual if more than half of the links of its kind have it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from topoplan.machine.notes import Note, kind_of, warning
+from topoplan.machine.routing import has_peer_access, unstaged
+from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
+from topoplan.machine.variants import equivalent_servers
+from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
+from topoplan.operate.resemblance import ALIKE, Resemblance, resemblance, server_nvlinks, shape_of
+from topoplan.reading.pcie_tree import CODES, relation_matrix
+from topoplan.units import counted, name_ranges
+
+SOCKETS, MOST_NODES = 2, 4
+"""NUMA nodes with GPUs, and in all, up to which nodes are taken for sockets; beyond, a socket has several."""
+
+LEAST_SWITCHES, MOST_SWITCHES = 4, 3 / 4
+"""PCIe switches with GPUs from which on one with fewer NICs is named, and part of them that must have as many."""
+
+
+def host_faults(server: Topology, found: Resemblance) -> list[Fault]:
+    """What is amiss beside NVLink; a GPU near a fault that is named is not said to be far from NICs besides."""
+    faults: list[Fault] = []
+    for rule in (_pcie_faults, _unplugged, _fewer_nics, _far_from_nics, _distant_nics, _misplaced, _divided):
+        hurt = {name for fault in faults for name in fault.devices}
+        above = {link.src for link in server.links if link.dst in hurt and link.channel == "pcie"}
+        named = hurt | above if rule is _far_from_nics else set()
+        faults += [one for one in rule(server, found) if not named & set(one.devices)]
+    return faults
+
+
+def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
+    """Links of the host that are slower than others of their sort, or run one way."""
+    sorts: dict[tuple[str, ...], dict[Ends, Link]] = {}
+    for link in server.links:
+        if link.channel in ("pcie", "c2c"):
+            sorts.setdefault(_sort(server, link), {})[link.src, link.dst] = link
+    faults = []
+    for sort, have in sorts.items():
+        rate = _usual_rate(_wire_ends(have).values())
+        if rate is None and found.machine is not None:
+            rate = _library_rate(found.machine, sort, have)
+        wanted: dict[Ends, Link] = {}
+        for (src, dst), link in have.items():
+            back = have.get((dst, src))
+            best = max(link.bandwidth, back.bandwidth if back else 0.0, rate or 0.0)
+            wanted |= {
+                (a, b): Link(a, b, link.channel, best, link.count) for a, b in ((src, dst), (dst, src))
+            }
+        faults += compared(have, wanted)
+    return faults
+
+
+def _sort(server: Topology, link: Link) -> tuple[str, ...]:
+    """Links of one sort may be held against each other: between devices of the same kinds, and NICs of one speed."""
+    ends = [server.device(end) for end in (link.src, link.dst)]
+    known = sorted(
+        f"{end.model} {end.fact('gigabits')} {end.fact('pci')}" for end in ends if end.kind in ("nic", "gpu")
+    )
+    return (link.channel, *sorted(end.kind for end in ends), *known)
+
+
+def _wire_ends(have: Mapping[Ends, Link]) -> dict[frozenset[str], float]:
+    """GB/s of each wire, the faster direction."""
+    rates: dict[frozenset[str], float] = {}
+    for ends, link in have.items():
+        rates[frozenset(ends)] = max(link.bandwidth, rates.get(frozenset(ends), 0.0))
+    return rates
+
+
+def _usual_rate(rates: Iterable[float]) -> float | None:
+    """The middle rate, where more than half are about as high; None where they are not."""
+    known = sorted(rates)
+    middle = lower_median(known)
+    near = sum(SLOW * middle <= rate <= middle / SLOW for rate in known)
+    return middle if 2 * near > len(known) else None
+
+
+def _library_rate(machine: Topology, sort: tuple[str, ...], have: Mapping[Ends, Link]) -> float | None:
+    """What the machine's links of this sort carry, where the fastest of the server's carry about as much."""
+    rates = {link.bandwidth for link in machine.links if _sort(machine, link)[:3] == sort[:3]}
+    most = max(link.bandwidth for link in have.values())
+    rate = rates.pop() if len(rates) == 1 else 0.0
+    return most if SLOW * rate <= most <= ALIKE * rate else None
+
+
+def _unplugged(server: Topology, _found: Resemblance) -> list[Fault]:
+    """GPUs without PCIe where most have it."""
+    host = {
+        end
+        for link in server.links
+        if link.channel in ("pcie", "c2c")
+        and {server.device(e).kind for e in (link.src, link.dst)} - {"gpu", "nic"}
+        for end in (link.src, link.dst)
+    }
+    away = [gpu for gpu in server.gpus if gpu not in host]
+    if 2 * len(away) >= len(server.gpus):
+        return []
+    return [Fault("PCIe missing", (gpu,), "no PCIe link", "one, as most GPUs have") for gpu in away]
+
+
+def _distant_nics(server: Topology, found: Resemblance) -> list[Fault]:
+    """NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a DGX.
+
+    Where sockets are cut into nodes it is no fault to sit on another one, and of an allocation nothing can be said.
+    """
+    homes = {_numa(server, gpu) for gpu in server.gpus}
+    nics = [device.name for device in server.devices if device.kind == "nic"]
+    apart = [nic for nic in nics if _numa(server, nic) not in homes | {None}]
+    nodes = {device.numa for device in server.devices if device.kind == "cpu"}
+    if 2 * len(apart) <= len(nics) or not homes or None in homes or not found.whole(server):
+        return []
+    if len(homes) > SOCKETS or len(nodes) > MOST_NODES:
+        return []
+    return [Fault("NUMA", tuple(apart), "on a NUMA node without a GPU", "on one with GPUs")]
+
+
+def _numa(server: Topology, name: str) -> int | None:
+    """NUMA node of a device, or else that of the first CPU above it."""
+    own = server.device(name).numa
+    return own if own is not None else _numa_above(server, name)
+
+
+def _numa_above(server: Topology, name: str) -> int | None:
+    """NUMA node of the first CPU above a device that states one."""
+    above = [name]
+    for device in above:
+        if device != name and (numa := server.device(device).numa) is not None:
+            return numa
+        above += [
+            link.dst
+            for link in server.links
+            if link.src == device
+            and link.channel == "pcie"
+            and link.dst not in above
+            and server.device(link.dst).kind in ("pcie", "cpu")
+            and server.device(device).kind != "cpu"
+        ]
+    return None
+
+
+def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
+    """PCIe switches above GPUs that have fewer NICs than nearly all others."""
+    below: dict[str, Counter[str]] = {}
+    for link in server.links:
+        if link.channel == "pcie" and server.device(link.dst).kind == "pcie":
+            below.setdefault(link.dst, Counter())[server.device(link.src).kind] += 1
+    nics = {switch: kinds["nic"] for switch, kinds in below.items() if kinds["gpu"]}
+    if len(nics) < LEAST_SWITCHES:
+        return []
+    usual, times = Counter(nics.values()).most_common(1)[0]
+    if times < MOST_SWITCHES * len(nics) or not usual:
+        return []
+    return [
+        Fault(
+            "NIC missing", (switch,), _counted(count), f"{_counted(usual)}, as most switches with GPUs have"
+        )
+        for switch, count in nics.items()
+        if count < usual
+    ]
+
+
+def _counted(nics: int) -> str:
+    """NICs in words."""
+    return {0: "no NIC", 1: "1 NIC"}.get(nics, f"{nics} NICs")
+
+
+def _misplaced(server: Topology, _found: Resemblance) -> list[Fault]:
+    """GPUs and NICs that say another NUMA node than the CPU their PCIe leads to."""
+    faults = []
+    for device in server.devices:
+        if device.kind in ("gpu", "nic") and device.numa is not None:
+            node = _numa_above(server, device.name)
+            if node is not None and node != device.numa:
+                state = f"NUMA node {device.numa}, but its PCIe leads to node {node}"
+                faults.append(Fault("NUMA", (device.name,), state, f"node {node}"))
+    return faults
+
+
+def _far_from_nics(server: Topology, found: Resemblance) -> list[Fault]:
+    """GPUs farther from their nearest NIC than most are; a NIC that hangs on a GPU of its own is near no other."""
+    names, cells = relation_matrix(server)
+    plugged = {link.src for link in server.links if server.device(link.dst).kind in ("pcie", "cpu")}
+    nics = [server.device(name).kind == "nic" and name in plugged for name in names]
+    nearest: dict[str, int] = {}
+    serving: dict[int, set[str]] = {}
+    for name, row in zip(names, cells, strict=True):
+        if name in server.gpus:
+            codes = {
+                nic: CODES.index(code)
+                for nic, code, is_nic in zip(names, row, nics, strict=True)
+                if is_nic and code in CODES
+            }
+            nearest[name] = min(codes.values(), default=len(CODES))
+            serving.setdefault(nearest[name], set()).update(n for n in codes if codes[n] == nearest[name])
+    usual = most_have(nearest.values())
+    # One NIC is near some GPUs and far from others wherever it is.
+    if usual is None or usual == len(CODES) or len(serving[usual]) < 2 or not found.whole(server):
+        return []
+    faults = []
+    for far in sorted({distance for distance in nearest.values() if distance > usual}):
+        gpus = tuple(gpu for gpu, distance in nearest.items() if distance == far)
+        state = f"the nearest NIC is {CODES[far]}" if far < len(CODES) else "no NIC is within reach"
+        faults.append(Fault("NIC far", gpus, state, f"{CODES[usual]}, as for most GPUs"))
+    return faults
+
+
+def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
+    """GPUs in MIG mode, and GPUs that may not read each other's memory."""
+    faults = []
+    divided = {gpu: server.device(gpu).fact("mig") for gpu in server.gpus}
+    instances = {gpu: text.count(",") + 1 for gpu, text in divided.items() if text}
+    if instances:
+        numbers = " or ".join(map(str, sorted(set(instances.values()))))
+        state = f"in MIG mode ({numbers} instances)"
+        faults.append(Fault("MIG", tuple(instances), state, "whole GPUs, with peer access"))
+    barred = tuple(gpu for gpu in server.gpus if not divided[gpu] and not has_peer_access(server.device(gpu)))
+    if barred:
+        state = "no peer access: copies pass the CPU's memory"
+        faults.append(Fault("no peer access", barred, state, "peer access (ACS off, one container)"))
+    return faults
+
+
+MOST = 3 / 4
+"""Part of the pairs, or of the GPUs, that have the same NVLinks where the others are said to have fewer."""
+
+NEARLY_ALL = 0.9
+"""Part of the pairs of GPUs that have NVLinks, where the others are said to lack them: more than this."""
+
+_WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00")
+"""In the names of GPUs that are sold on boards with NVLink between every two alone. V100-SXM2 are not: see a DGX-1."""
+
+
+def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
+    """What NVLinks lack: of the machine that a server is, else of what is usual in it."""
+    have = {(link.src, link.dst): link for link in server_nvlinks(server)}
+    if not have:
+        return _dark(server)
+    if found.wires:
+        wanted = {(link.src, link.dst): link for link in found.wires}
+    elif any(server.device(end).kind == "nvswitch" for ends in have for end in ends):
+        wanted = _usual_ports(server, have)
+    else:
+        wanted = _usual_pairs(server, have)
+    gpus = [gpu for gpu in server.gpus if any(gpu in ends for ends in wanted)]
+    faults = compared(have, wanted, gpus)
+    if found.machine is not None or faults:
+        return faults
+    return _fewer(server)
+
+
+def _dark(server: Topology) -> list[Fault]:
+    """All GPUs of a server without any NVLink, whose boards join every two of them; those in MIG mode are cut off."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    wired = len(gpus) > 1 and all(_WIRED.search(gpu.model) and not gpu.fact("mig") for gpu in gpus)
+    should_be = "some, as on every such board (is the fabric manager running?)"
+    return [Fault("no NVLink", server.gpus, "no NVLink", should_be)] if wired else []
+
+
+def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
+    """For each switch as many wires as most of the GPUs have, both ways, for all of them."""
+    rate = lower_median([link.bandwidth / link.count for link in have.values()])
+    wanted: dict[Ends, Link] = {}
+    for switch in (device.name for device in server.devices if device.kind == "nvswitch"):
+        ports = {gpu: _better(have.get((gpu, switch)), have.get((switch, gpu))) for gpu in server.gpus}
+        usual = most_have(port.count if port else 0 for port in ports.values()) or 0
+        for gpu, port in ports.items():
+            count = max(usual, port.count if port else 0)
+            if count:
+                wanted |= _whole_bundle(gpu, switch, count, rate, port)
+    return wanted
+
+
+def _usual_pairs(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
+    """What each pair has, both ways and at the rate of a whole wire; nearly all pairs say what the others should."""
+    rate = lower_median([link.bandwidth / link.count for link in have.values()])
+    pairs: dict[Ends, Link] = {}
+    for first, second in combinations(server.gpus, 2):
+        best = _better(have.get((first, second)), have.get((second, first)))
+        if best is not None:
+            pairs[first, second] = best
+    every = len(server.gpus) * (len(server.gpus) - 1) // 2
+    (count, times), *_ = Counter(link.count for link in pairs.values()).most_common(1)
+    mesh = times >= MOST * every and (len(pairs) == every > 1 or len(pairs) > NEARLY_ALL * every)
+    mesh = mesh and not shape_of(server).regular
+    wanted: dict[Ends, Link] = {}
+    for pair in combinations(server.gpus, 2):
+        there = pairs.get(pair)
+        number = max(there.count if there else 0, count if mesh else 0)
+        if number:
+            wanted |= _whole_bundle(*pair, number, rate, there)
+    return wanted
+
+
+def _whole_bundle(first: str, second: str, count: int, rate: float, there: Link | None) -> dict[Ends, Link]:
+    """So many wires both ways: at the rate of what is there, unless that is less than the usual."""
+    bandwidth = max(count * rate, there.bandwidth if there else 0.0)
+    if there is not None and there.count == count and there.bandwidth >= SLOW * count * rate:
+        bandwidth = there.bandwidth
+    ends = ((first, second), (second, first))
+    return {(a, b): Link(a, b, "nvlink", bandwidth, count) for a, b in ends}
+
+
+def _better(first: Link | None, second: Link | None) -> Link | None:
+    """The faster of a wire's directions, as far as they are there."""
+    return max((one for one in (first, second) if one), key=lambda one: one.bandwidth, default=None)
+
+
+def _fewer(server: Topology) -> list[Fault]:
+    """GPUs of a machine that nobody knows which have fewer NVLinks than most."""
+    shape = shape_of(server)
+    counts = dict(zip(shape.gpus, shape.wires, strict=True))
+    present = {gpu: count for gpu, count in counts.items() if count}
+    most = max(present.values())
+    count = len(counts)
+    lost = {gpu: most - count for gpu, count in counts.items() if count < most}
+    # A dead wire is missing at both of its ends; counts that cannot pair up are the machine's own.
+    paired = sum(lost.values()) % 2 == 0 and 2 * max(lost.values(), default=0) <= sum(lost.values())
+    if not Resemblance().whole(server) or len(lost) > (1 - MOST) * count or not paired:
+        return []
+    return [
+        Fault(
+            "fewer NVLinks",
+            (gpu,),
+            counted(counts[gpu], "NVLink"),
+            f"{most} as most GPUs have",
+        )
+        for gpu in lost
+    ]
+
+
+_MOST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is amiss in a machine.
+
+    Parameters
+    ----------
+    topology : Topology
+    resembles : str
+        The machine of the library that its first server is, is a part of, or is with faults; empty if none.
+    parts : int
+        GPUs of that machine.
+    faults : tuple of Fault
+        Of servers that are alike, those of the first, which name the others.
+    """
+
+    topology: Topology
+    resembles: str
+    parts: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is amiss."""
+        return not self.faults
+
+
+def diagnose(topology: TopologyLike) -> Diagnosis:
+    """Find what is amiss in a machine or cluster.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> found = diagnose(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
+    >>> found.resembles, [fault.text for fault in found.faults]
+    ('dgx-1v', ['gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s'])
+    >>> diagnose("dgx-1v").healthy
+    True
+    """
+    topology = as_topology(topology)
+    faults: list[Fault] = []
+    first: Resemblance | None = None
+    whole = unstaged(topology)
+    for server, *others in equivalent_servers(topology) or [("",)]:
+        inside = _server(whole, server)
+        found = resemblance(inside) if inside.gpus else Resemblance()
+        first = found if first is None else first
+        faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
+    faults += _rows(topology) + _unreachable(topology)
+    faults += _stated_faults(topology, faults)
+    machine = first.machine if first is not None else None
+    return Diagnosis(
+        topology,
+        "" if machine is None else machine.name,
+        0 if machine is None else len(machine.gpus),
+        tuple(faults),
+    )
+
+
+def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The faults of a machine as warnings, but for what its notes tell already; of many of one kind the first.
+
+    Parameters
+    ----------
+    topology : Topology
+    gpus : iterable of str or None
+        Leave out what hurts other GPUs than these.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine_warnings(topoplan.load("dgx-1v"))
+    ()
+    >>> machine_warnings(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
+    ('warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s',)
+    """
+    others = set() if gpus is None else set(topology.gpus) - set(gpus)
+    texts: dict[Kind, list[str]] = {}
+    for fault in diagnose(topology).faults:
+        if fault.kind not in ("told", "row missing") and not all(
+            map(others.intersection, _places(topology, fault))
+        ):
+            texts.setdefault(fault.kind, []).append(fault.text)
+    return tuple(warning(text) for kind, found in texts.items() for text in _shortened(found, kind))
+
+
+def _places(topology: Topology, fault: Fault) -> list[tuple[str, ...]]:
+    """The devices of a fault, and those of the other servers that have it too."""
+    servers = {device.name: device.server for device in topology.devices}
+    copies = [tuple(_moved(name, servers[name], other) for name in fault.devices) for other in fault.servers]
+    return [fault.devices, *copies]
+
+
+def _shortened(texts: list[str], kind: Kind) -> list[str]:
+    if len(texts) <= _MOST:
+        return texts
+    return [
+        *texts[: _MOST - 1],
+        f"{len(texts) - _MOST + 1} more like this ({kind}); topoplan check lists all",
+    ]
+
+
+def _server(topology: Topology, server: str) -> Topology:
+    names = {device.name for device in topology.devices if device.server == server or not server}
+    return Topology(
+        topology.name,
+        tuple(device for device in topology.devices if device.name in names),
+        tuple(
+            link
+            for link in topology.links
+            if link.src in names and link.dst in names and link.channel != "network"
+        ),
+    )
+
+
+def _server_faults(server: Topology, found: Resemblance) -> list[Fault]:
+    faults = nvlink_faults(server, found) + host_faults(server, found)
+    divided = {name for fault in faults if fault.kind == "MIG" for name in fault.devices}
+    dark = [one for one in faults if one.kind == "no NVLink" and divided & set(one.devices)]
+    links = tuple(link for one in dark for link in one.links)
+    # NVLinks of a GPU in MIG mode come back with the whole GPU.
+    return [replace(one, links=links) if one.kind == "MIG" else one for one in faults if one not in dark]
+
+
+def _in_all(fault: Fault, server: str, others: Sequence[str]) -> Fault:
+    """A fault of a server and of those that are wired alike."""
+    links = [
+        replace(link, src=_moved(link.src, server, other), dst=_moved(link.dst, server, other))
+        for other in others
+        for link in fault.links
+    ]
+    return replace(fault, links=(*fault.links, *links), servers=tuple(others))
+
+
+def _moved(name: str, server: str, other: str) -> str:
+    """The name that a device of a server has in another one that is wired alike."""
+    return f"{other}.{name.removeprefix(f'{server}.')}"
+
+
+def _rows(topology: Topology) -> list[Fault]:
+    """Rows that a reader had to fill in."""
+    return [
+        Fault("row missing", note.devices, "no row, filled in from the others", "a whole listing")
+        for note in topology.notes
+        if isinstance(note, Note) and note.kind == "filled in"
+    ]
+
+
+def _stated_faults(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
+    """What the driver, or whoever wrote the file, says is amiss, but for devices whose faults are known."""
+    hurt = {name for fault in known for name in fault.devices}
+    faults = []
+    for note in topology.notes:
+        if kind_of(note) == "warning":
+            text = warning_text(note)
+            words = dict.fromkeys(re.findall(r"[\w.]+", re.sub(r"\bGPU (\d+)", r"gpu\1", text)))
+            names = {device.name for device in topology.devices}
+            named = tuple(word for word in words if word in names or re.fullmatch(r"gpu\d+", word))
+            if not named or not set(named) <= hurt:
+                faults.append(Fault("told", named, text, "nothing to warn of"))
+    return faults
+
+
+def warning_text(note: str) -> str:
+    """A warning without the word."""
+    return note.removeprefix("warning: ")
+
+
+def _unreachable(topology: Topology) -> list[Fault]:
+    """GPUs that no links join, there and back, to most of the others."""
+    leaving: dict[str, list[str]] = {}
+    entering: dict[str, list[str]] = {}
+    for link in topology.links:
+        leaving.setdefault(link.src, []).append(link.dst)
+        entering.setdefault(link.dst, []).append(link.src)
+    waiting = dict.fromkeys(topology.gpus)
+    groups = []
+    while waiting:
+        first = next(iter(waiting))
+        joined = _reached(first, leaving) & _reached(first, entering)
+        groups.append([gpu for gpu in waiting if gpu in joined])
+        waiting = {gpu: None for gpu in waiting if gpu not in joined}
+    largest = max(groups, key=len, default=[])
+    return [
+        Fault("unreachable", tuple(group), f"no path to {', '.join(name_ranges(largest))} and back", "one")
+        for group in groups
+        if group is not largest
+    ]
+
+
+def _reached(start: str, near: Mapping[str, list[str]]) -> set[str]:
+    found = {start}
+    frontier = [start]
+    for device in frontier:
+        new = [end for end in near.get(device, ()) if end not in found]
+        found.update(new)
+        frontier += new
+    return found

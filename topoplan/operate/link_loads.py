@@ -1,0 +1,346 @@
+"""Compute the load of every link under an order of ranks: NCCL's ring, and its double binary tree of servers.
+
+A hop inside a server takes NCCL's path (`topoplan.schedules.nccl_channels`). A hop between servers stands for all of
+NCCL's channels, each on a NIC of its own (`topoplan.schedules.nccl_server_channels`).
+
+    bus bandwidth of a ring  =  min over links of  c(e) / sum over hops of load(e)
+
+The tree joins servers in the order of their first ranks (`topoplan.schedules.binary_trees.server_trees`); inside a
+server every channel has a chain that begins at another GPU of the order. `HopTable` judges many orders at once from
+one table of hop loads. Deliberately absent: latency, and that NCCL orders the GPUs inside a server by itself and
+gathers the ranks of a server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import InfeasibleError
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.schedules.binary_trees import server_trees
+from topoplan.schedules.nccl_channels import NcclPaths
+from topoplan.schedules.nccl_server_channels import Loads, NcclServerRoutes, summed
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRates:
+    """What an order gives, in GB/s.
+
+    Parameters
+    ----------
+    ring : Fraction
+        Bus bandwidth of the ring that follows the ranks.
+    tree : Fraction or None
+        Algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
+    between_servers : int
+        Hops of the ring from one server to another.
+    between_switches : Fraction
+        How often the ring crosses a link between two switches of the network.
+    """
+
+    ring: Fraction
+    tree: Fraction | None
+    between_servers: int
+    between_switches: Fraction
+
+    @property
+    def merit(self) -> tuple[Fraction, ...]:
+        """By what orders are compared, the larger the better: the ring, then the tree, then short ways."""
+        tree = self.tree or Fraction(0)
+        return (self.ring, tree, Fraction(-self.between_servers), -self.between_switches)
+
+
+class HopLoads:
+    """The hops of a machine or cluster; all GPUs are ranks.
+
+    Parameters
+    ----------
+    topology : Topology
+    channels : str
+        As for `topoplan.plan`: over which wires servers are joined.
+
+    Raises
+    ------
+    InfeasibleError
+        The wires do not join the GPUs.
+
+    Examples
+    --------
+    GPU 3 of a DGX-1V has no NVLink to GPU 4, which is reached through another GPU:
+
+    >>> import topoplan
+    >>> loads = HopLoads(topoplan.load("dgx-1v"))
+    >>> float(loads.rates(range(8)).ring), float(loads.rates([0, 3, 2, 1, 5, 6, 7, 4]).ring)
+    (25.0, 50.0)
+    """
+
+    def __init__(self, topology: Topology, channels: str = "auto") -> None:
+        self.fabric: Fabric = usable_fabric(topology, channels=channels)
+        self.topology = topology
+        self.ways = NcclServerRoutes(topology, self.fabric)
+        """Between the servers."""
+        self.links = topology.links
+        self.capacity = self.ways.capacity
+        found = self.ways.channels
+        self.servers = tuple(found.members)
+        """Ranks of every server, servers in the order of their first ranks."""
+        self.names = self.ways.names
+        self.server_of = tuple(int(server) for server in found.servers.of_rank)
+        self._paths: dict[int, NcclPaths] = {}
+        self._inside: dict[tuple[int, int], Loads | None] = {}
+
+    @cached_property
+    def alike_inside(self) -> bool:
+        """True where GPUs of a server reach each other over NVSwitches alone, all alike: inside, no order is better."""
+        kind = {device.name: device.kind for device in self.topology.devices}
+        ports: dict[str, list[tuple[str, str, Fraction]]] = {name: [] for name in self.fabric.ranks}
+        for link, capacity in zip(self.links, self.capacity, strict=True):
+            for rank, other, way in ((link.src, link.dst, "out"), (link.dst, link.src, "in")):
+                if rank in ports and link.channel == "nvlink":
+                    if kind[other] != "nvswitch":
+                        return False
+                    ports[rank].append((other, way, capacity))
+        names = self.fabric.ranks
+        alike = [{tuple(sorted(ports[names[rank]])) for rank in ranks} for ranks in self.servers]
+        return all(len(kinds) == 1 and any(kinds) for kinds in alike)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.fabric.ranks)
+
+    def hop(self, tail: int, head: int) -> Loads | None:
+        """What a byte from one rank to another puts on each link; None where they are not joined."""
+        first, second = self.server_of[tail], self.server_of[head]
+        if first != second:
+            return self.ways.between(first, second)
+        if (tail, head) not in self._inside:
+            ranks = self.fabric.ranks
+            try:
+                found = self._paths_of(first).hop(ranks[tail], ranks[head]).part
+            except InfeasibleError:
+                self._inside[tail, head] = None
+            else:
+                self._inside[tail, head] = {self.ways.number[link]: part for link, part in found.items()}
+        return self._inside[tail, head]
+
+    def ring_loads(self, *orders: Sequence[int]) -> Loads | None:
+        """Loads of a ring over ranks in an order, or of several together; None where a hop is missing."""
+        hops = Counter(hop for order in orders for hop in zip(order, (*order[1:], order[0]), strict=True))
+        return self._together((hop, Fraction(times)) for hop, times in hops.items())
+
+    def _together(self, hops: Iterable[tuple[tuple[int, int], Fraction]]) -> Loads | None:
+        """Loads of hops from rank to rank, each so many times."""
+        times: dict[tuple[int, int, bool], Fraction] = {}
+        for (tail, head), part in hops:
+            first, second = self.server_of[tail], self.server_of[head]
+            key = (tail, head, True) if first == second else (first, second, False)
+            times[key] = times.get(key, Fraction(0)) + part
+        parts = [
+            (self.hop(tail, head) if inside else self.ways.between(tail, head), part)
+            for (tail, head, inside), part in times.items()
+        ]
+        known = [(loads, part) for loads, part in parts if loads is not None]
+        return summed(known) if len(known) == len(parts) else None
+
+    def tree_loads(self, order: Sequence[int]) -> Loads | None:
+        """Loads of an allreduce over NCCL's trees of servers for a byte of the buffer; None where a hop is missing."""
+        members: dict[int, list[int]] = {}
+        for rank in order:
+            members.setdefault(self.server_of[rank], []).append(rank)
+        doors = [ranks[0] for ranks in members.values()]
+        hops = [
+            (hop, Fraction(1, 2))
+            for one, other in tree_edges(len(doors))
+            for hop in ((doors[one], doors[other]), (doors[other], doors[one]))
+        ]
+        for ranks in members.values():
+            for tail, head in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+                if tail != head:
+                    hops += [
+                        (hop, Fraction(len(ranks) - 1, len(ranks))) for hop in ((tail, head), (head, tail))
+                    ]
+        return self._together(hops)
+
+    def rates(self, order: Sequence[int]) -> OrderRates:
+        """What the ranks in an order give; rates of 0 where a hop has no way."""
+        ring = self.ring_loads(order)
+        tree = self.tree_loads(order) if len(self.servers) > 1 else None
+        return OrderRates(
+            self.rate(ring),
+            self.rate(tree) if len(self.servers) > 1 else None,
+            sum(
+                self.server_of[tail] != self.server_of[head]
+                for tail, head in zip(order, (*order[1:], order[0]), strict=True)
+            ),
+            sum(
+                (part for number, part in (ring or {}).items() if number in self.ways.between_switches),
+                Fraction(0),
+            ),
+        )
+
+    def rate(self, loads: Loads | None) -> Fraction:
+        """GB/s at which the first link is full; 0 without loads."""
+        if loads is None:
+            return Fraction(0)
+        return min(
+            (self.capacity[number] / part for number, part in loads.items() if part), default=Fraction(0)
+        )
+
+    def _paths_of(self, server: int) -> NcclPaths:
+        if server not in self._paths:
+            if len(self.servers) == 1:
+                part = self.topology
+            else:
+                devices, links = self._parts[self.names[server]]
+                part = Topology(self.names[server], tuple(devices), tuple(links))
+            self._paths[server] = NcclPaths(part)
+        return self._paths[server]
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[list[Device], list[Link]]]:
+        parts: dict[str, tuple[list[Device], list[Link]]] = {}
+        for device in self.topology.devices:
+            parts.setdefault(device.server, ([], []))[0].append(device)
+        for link in self.links:
+            if self.ways.home[link.src] == self.ways.home[link.dst]:
+                parts[self.ways.home[link.src]][1].append(link)
+        return parts
+
+
+def tree_edges(count: int) -> list[tuple[int, int]]:
+    """Edges of both of NCCL's trees over so many servers, each as two places in their order.
+
+    Examples
+    --------
+    >>> tree_edges(3)
+    [(1, 2), (2, 0), (2, 0), (0, 1)]
+    """
+    return [(child, parent) for tree in server_trees(count) for child, (parent, _) in tree.items()]
+
+
+DIGITS = 9
+"""Rates are compared after rounding, so that the last bits of a sum decide nothing."""
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+
+class HopTable:
+    """Hops between some places, over the links that differ: what a byte costs on each, in seconds per GB.
+
+    Parameters
+    ----------
+    rows : N x N loads
+        Of the hop from place i to place j; the diagonal is not looked at.
+    homes : sequence of int
+        Server of every place.
+    extra : loads or None
+        What is on the links besides.
+    """
+
+    def __init__(
+        self,
+        hops: HopLoads,
+        rows: Sequence[Sequence[Loads | None]],
+        homes: Sequence[int],
+        extra: Loads | None = None,
+    ) -> None:
+        size = len(rows)
+        self.homes = np.array(homes, dtype=np.int64)
+        self.apart: Floats = np.asarray(self.homes[:, None] != self.homes[None, :], dtype=np.float64)
+        self.missing: Floats = np.eye(size)
+        self.switched: Floats = np.zeros((size, size))
+        used = sorted({n for row in rows for loads in row if loads for n in loads} | set(extra or {}))
+        column = {number: place for place, number in enumerate(used)}
+        table = np.zeros((size * size + 1, len(used)))
+        for tail, head in permutations(range(size), 2):
+            loads = rows[tail][head]
+            self.missing[tail, head] = loads is None
+            for number, part in (loads or {}).items():
+                table[tail * size + head, column[number]] = float(part / hops.capacity[number])
+                self.switched[tail, head] += float(part) * (number in hops.ways.between_switches)
+        for number, part in (extra or {}).items():
+            table[-1, column[number]] = float(part / hops.capacity[number])
+        distinct: Floats = np.unique(table, axis=1)
+        self.seconds: Floats = distinct[:-1].reshape(size, size, distinct.shape[1])
+        self.extra: Floats = distinct[-1]
+
+    @property
+    def content(self) -> bytes:
+        """What orders of the places are judged by."""
+        return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
+
+    def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
+        """(orders, 7): missing hops, fullest link of ring and of tree, hops between servers, between switches, …
+
+        Then whether the last hop back to the first place stays near, where servers on one leaf would not stand side by
+        side in the list, and the squares of all loads, least where these are even: they lead past equal orders.
+
+        Of an open ring the hop from the last place to the first is left out.
+        """
+        count, size = orders.shape
+        total = np.tile(self.extra, (count, 1))
+        missing, apart, switched = np.zeros((3, count))
+        for place in range(size if closed else size - 1):
+            hop = orders[:, place], orders[:, (place + 1) % size]
+            total += self.seconds[hop]
+            missing += self.missing[hop]
+            apart += self.apart[hop]
+            switched += self.switched[hop]
+        worst = total.max(axis=1, initial=0.0)
+        trees = self._trees(orders) if tree else np.zeros(count)
+        back = orders[:, -1], orders[:, 0]
+        return np.stack(
+            [
+                missing,
+                _rounded(worst),
+                trees,
+                apart,
+                _rounded(switched),
+                -np.sign(self.apart[back]) - np.sign(self.switched[back]),
+                _rounded((total**2).sum(axis=1)),
+            ],
+            axis=1,
+        )
+
+    def _trees(self, orders: Places) -> Floats:
+        """Seconds per GB on the fullest link of the double binary tree, servers in the order of their first places."""
+        count = len(orders)
+        homes = self.homes[orders]
+        total = np.zeros((count, self.seconds.shape[2]))
+        first = []
+        for server in sorted(set(self.homes.tolist())):
+            here = homes == server
+            first.append(here.argmax(axis=1))
+            inside = orders[here].reshape(count, -1)
+            ranks = inside.shape[1]
+            for place in range(ranks if ranks > 1 else 0):
+                tail, head = inside[:, place], inside[:, (place + 1) % ranks]
+                total += (self.seconds[tail, head] + self.seconds[head, tail]) * (ranks - 1) / ranks
+        doors = np.take_along_axis(orders, np.sort(np.stack(first, axis=1), axis=1), axis=1)
+        for one, other in tree_edges(doors.shape[1]):
+            tail, head = doors[:, one], doors[:, other]
+            total += (self.seconds[tail, head] + self.seconds[head, tail]) / 2
+        return _rounded(total.max(axis=1, initial=0.0))
+
+
+def _rounded(values: Floats) -> Floats:
+    """To some digits, whatever the size of the numbers: the last bits of a sum decide nothing."""
+    scale = 10.0 ** np.floor(np.log10(np.where(values > 0, values, 1.0)))
+    return np.asarray(np.round(values / scale, DIGITS) * scale, dtype=np.float64)
+
+
+def least(scores: Floats, orders: Places) -> int:
+    """The best score, among equals the first order in the order of places."""
+    keys = (*orders.T[::-1], *scores.T[::-1])
+    return int(np.lexsort(keys)[0])

@@ -1,0 +1,1 @@
+"""Draw machines, trees, charts and the report page."""

@@ -1,0 +1,283 @@
+"""Lay out and draw a panel of a machine's figure: boxes, the links between them, and their labels, in inches.
+
+Both directions of a link are one line; its legend names channel, count and rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from topoplan.machine.topology import LINK_CHANNELS, Link, Topology
+from topoplan.machine.variants import nic_name
+from topoplan.operate.plot.canvas import FILLS, STROKES, points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLink:
+    """One line between two devices.
+
+    Parameters
+    ----------
+    ends : (str, str)
+        The end that the topology lists first comes first.
+    channel : str
+    count : int
+        Parallel links.
+    there, back : float
+        GB/s from the first end to the second and back; zero where there is no such link.
+    """
+
+    ends: tuple[str, str]
+    channel: str
+    count: int
+    there: float
+    back: float
+
+    @property
+    def kind(self) -> tuple[str, float, float, int]:
+        """What decides how it is drawn: wires of equal kind share a line of the legend."""
+        return (self.channel, max(self.there, self.back), min(self.there, self.back), self.count)
+
+
+def whole_nics(topology: Topology) -> Topology:
+    """The machine with NICs that are two devices, one that sends and one that receives, as one device each.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("v100x4"), count=2)], nic_gbps=100, nics=1)
+    >>> sum(d.kind == "nic" for d in pair.devices), sum(d.kind == "nic" for d in whole_nics(pair).devices)
+    (4, 2)
+    """
+    names = {device.name for device in topology.devices}
+    whole = {
+        device.name: nic_name(device.name)
+        for device in topology.devices
+        if device.kind == "nic" and nic_name(device.name) not in names
+    }
+    links: dict[tuple[str, str, str], Link] = {}
+    for link in topology.links:
+        src, dst = whole.get(link.src, link.src), whole.get(link.dst, link.dst)
+        if src != dst:
+            links.setdefault((src, dst, link.channel), replace(link, src=src, dst=dst))
+    devices = {
+        whole.get(d.name, d.name): replace(d, name=whole.get(d.name, d.name)) for d in topology.devices
+    }
+    return replace(topology, devices=tuple(devices.values()), links=tuple(links.values()))
+
+
+def wires(topology: Topology) -> tuple[DrawnLink, ...]:
+    """All wires, in the order in which the topology first lists them.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> drawn = wires(topoplan.load("dgx-1v"))
+    >>> sum(wire.channel == "nvlink" for wire in drawn), drawn[2].count
+    (16, 2)
+    """
+    links = {(link.src, link.dst, link.channel): link for link in topology.links}
+    place = {device.name: position for position, device in enumerate(topology.devices)}
+    drawn = []
+    for (src, dst, channel), link in links.items():
+        back = links.get((dst, src, channel))
+        if back is not None and place[src] > place[dst]:
+            continue
+        count = link.count if back is None else max(link.count, back.count)
+        backward = 0.0 if back is None else back.bandwidth
+        drawn.append(DrawnLink((src, dst), channel, count, link.bandwidth, backward))
+    return tuple(drawn)
+
+
+def wire_widths(drawn: Sequence[DrawnLink]) -> dict[tuple[str, float, float, int], float]:
+    """Line width in points of every kind of wire: within a channel, the faster the wider."""
+    widths: dict[tuple[str, float, float, int], float] = {}
+    for channel in LINK_CHANNELS:
+        kinds = sorted({wire.kind for wire in drawn if wire.channel == channel}, key=lambda kind: kind[1:])
+        widths |= {kind: min(1.3 + 1.5 * step, 6.0) for step, kind in enumerate(kinds)}
+    return widths
+
+
+def kind_text(kind: tuple[str, float, float, int]) -> str:
+    """The legend's text for a kind of wire.
+
+    Examples
+    --------
+    >>> kind_text(("nvlink", 50.0, 50.0, 2)), kind_text(("nvlink", 150.0, 125.0, 6))
+    ('NVLink ×2: 50 GB/s', 'NVLink ×6: 150 and 125 GB/s')
+    """
+    channel, fast, slow, count = kind
+    name = STROKES[channel].name + (f" ×{count}" if count > 1 else "")
+    if slow == 0:
+        return f"{name}: {fast:g} GB/s, one way"
+    return f"{name}: {fast:g} GB/s" if fast == slow else f"{name}: {fast:g} and {slow:g} GB/s"
+
+
+Point = tuple[float, float]
+Places = dict[str, Point]
+
+WIDEST = 13.0
+"""Inches that the panels of one figure take, unless one part of a machine is wider."""
+
+_BLANK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+"""Behind labels, so that wires do not run through them."""
+
+_GAP = 0.4
+_LETTER = 0.072
+_SMALL_LETTER = 0.058
+_PADDING = 0.16
+_BESIDE = 0.06
+_HALF_HEIGHT = 0.13
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn where.
+
+    Parameters
+    ----------
+    title : str
+    places : dict of str to (float, float)
+        Middle of the box of each device.
+    routes : sequence of (Wire or None, sequence of (float, float))
+        Corners of each wire; without a wire, a line that stands for several (`strokes` then has it).
+    counts : sequence of ((float, float), str)
+        Labels on wires.
+    beside : mapping of str to str
+        Small text right of a box.
+    """
+
+    title: str
+    places: Places
+    routes: Sequence[tuple[DrawnLink, Sequence[Point]]]
+    counts: Sequence[tuple[Point, str]] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    def extent(self) -> tuple[float, float, float, float]:
+        """Left, lower, right and upper edge of everything."""
+        corners = [point for _, points in self.routes for point in points]
+        corners += [
+            (x + side * box_width(name) / 2, y + up * _HALF_HEIGHT)
+            for name, (x, y) in self.places.items()
+            for side in (-1, 1)
+            for up in (-1, 1)
+        ]
+        corners += [
+            (x - box_width(name) / 2 + full_width(name, self.beside.get(name, "")), y)
+            for name, (x, y) in self.places.items()
+        ]
+        across, up = zip(*corners, strict=True)
+        return min(across), min(up), max(across), max(up)
+
+    def moved(self, right: float, up: float) -> Panel:
+        """The same, so many inches to the right and up."""
+        return replace(
+            self,
+            places={name: (x + right, y + up) for name, (x, y) in self.places.items()},
+            routes=[(wire, [(x + right, y + up) for x, y in points]) for wire, points in self.routes],
+            counts=[((x + right, y + up), text) for (x, y), text in self.counts],
+        )
+
+
+def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
+    """Panels side by side, in as many rows as the width of a page asks for.
+
+    Examples
+    --------
+    >>> one, other = (Panel("", {name: (0.0, 0.0)}, ()) for name in ("gpu0", "gpu1"))
+    >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in tiled("", [one, other]).places.items()}
+    {'gpu0': (0.22, -0.13), 'gpu1': (1.07, -0.13)}
+    """
+    moved: list[Panel] = []
+    top = 0.0
+    for row in _rows(tiles):
+        left = lowest = 0.0
+        for tile in row:
+            west, low, east, up = tile.extent()
+            moved.append(tile.moved(left - west, top - up))
+            left += east - west + _GAP
+            lowest = max(lowest, up - low)
+        top -= lowest + _GAP
+    return Panel(
+        title,
+        {name: place for tile in moved for name, place in tile.places.items()},
+        [route for tile in moved for route in tile.routes],
+        [count for tile in moved for count in tile.counts],
+        {name: text for tile in moved for name, text in tile.beside.items()},
+    )
+
+
+def _rows(tiles: Sequence[Panel]) -> list[list[Panel]]:
+    """As few rows as do, and as even as they can be."""
+    widths = [east - west + _GAP for west, _, east, _ in (tile.extent() for tile in tiles)]
+    rows: list[list[Panel]] = []
+    room = 0.0
+    for tile, width in zip(tiles, widths, strict=True):
+        if not rows or width > room:
+            rows.append([])
+            room = WIDEST + _GAP
+        rows[-1].append(tile)
+        room -= width
+    most = -(-len(tiles) // max(1, len(rows)))
+    even = [list(tiles[start : start + most]) for start in range(0, len(tiles), most or 1)]
+    fits = all(sum(widths[i : i + most]) <= WIDEST + _GAP for i in range(0, len(tiles), most or 1))
+    return even if fits else rows
+
+
+def box_width(name: str) -> float:
+    """Width of the box of a device of this name, in inches."""
+    return _LETTER * len(name) + _PADDING
+
+
+def full_width(name: str, beside: str) -> float:
+    """The same with the text beside it."""
+    return box_width(name) + (_BESIDE + _SMALL_LETTER * len(beside) if beside else 0.0)
+
+
+def draw_panel(
+    axes: Axes, topology: Topology, panel: Panel, strokes: Mapping[tuple[str, float, float, int], float]
+) -> None:
+    """Draw a panel in axes of one inch a unit; ``strokes`` has the line width of each kind of wire."""
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    for wire, corners in panel.routes:
+        stroke = STROKES[wire.channel]
+        across, up = zip(*corners, strict=True)
+        axes.plot(
+            across,
+            up,
+            color=stroke.colour,
+            linestyle=stroke.style,
+            linewidth=points(strokes[wire.kind]),
+            solid_joinstyle="round",
+            zorder=1,
+        )
+    for (x, y), text in panel.counts:
+        axes.text(x, y, text, ha="center", va="center", fontsize=points(8), zorder=2, bbox=_BLANK)
+    for name, (x, y) in panel.places.items():
+        fill, ink = FILLS[topology.device(name).kind]
+        edge = {
+            "boxstyle": "round,pad=0.35",
+            "facecolor": fill,
+            "edgecolor": "black",
+            "linewidth": points(0.6),
+        }
+        axes.text(x, y, name, ha="center", va="center", fontsize=points(8), color=ink, zorder=3, bbox=edge)
+        if text := panel.beside.get(name, ""):
+            right = x + box_width(name) / 2 + _BESIDE
+            axes.text(
+                right,
+                y,
+                text,
+                ha="left",
+                va="center",
+                fontsize=points(6.5),
+                color="#404040",
+                zorder=3,
+                bbox=_BLANK,
+            )

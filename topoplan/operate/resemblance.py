@@ -1,0 +1,444 @@
+"""Identify the machine of the library that a server is, GPU by GPU, so that missing links can be named.
+
+A server is embedded in a machine so that no pair of its GPUs has more NVLink than the pair of places: depth-first
+along the wires, cut off where a pair has more, or where too many pairs are short. Matrices hold GB/s of each pair.
+If all pairs have as much, it is that machine or an allocation of it, under any numbering. Else it is that machine
+with faults if few wires are short (`MOST_SHORT`), the numbers are the machine's own or fit in few places, and it
+does not look like a machine of its own, as one whose GPUs are all equal does, unless its other devices are those of
+the machine too.
+
+Behind an NVSwitch only the wires of each GPU count, and half of the GPUs must have all of the machine's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from topoplan.machine.topology import Link, Topology
+from topoplan.operate.faults import SLOW, lower_median
+from topoplan.reading.load import library, library_path, load
+from topoplan.reading.merge import DIFFERENT_CPUS, ONE_SWITCH, relation, upward_paths
+
+ALIKE = 1.12
+"""Rates of a wire within this factor are those of one kind of link: 22 to 25 GB/s are seen of NVLinks of 25."""
+
+_MOST_STEPS = 20_000
+
+Pairs = frozenset[frozenset[int]]
+
+
+def short_pairs(
+    have: Sequence[Sequence[float]], want: Sequence[Sequence[float]], places: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Pairs that have less than they should in these places; None where some pair has more."""
+    short = []
+    for i, place in enumerate(places):
+        for j in range(i):
+            wanted = want[place][places[j]]
+            if have[i][j] > ALIKE * wanted:
+                return None
+            if have[i][j] < SLOW * wanted:
+                short.append((i, j))
+    return short
+
+
+def embed(
+    have: Sequence[Sequence[float]],
+    want: Sequence[Sequence[float]],
+    *,
+    pairs: int,
+    first: Sequence[int],
+    host: tuple[Pairs, Pairs],
+) -> tuple[int, ...] | None:
+    """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit.
+
+    Where pairs may be short, those of GPUs that have lost all NVLinks are not counted. GPUs that share a PCIe
+    switch in the server are not laid where the machine has different CPUs; ``host`` has the pairs of both.
+    """
+    if not pairs and not _may_be_part(have, want):
+        return None
+    order = _outward(have)
+    together, apart = host
+    bare = {i for i, row in enumerate(have) if not any(row)} if pairs else set()
+    places: dict[int, int] = {}
+    steps = 0
+
+    def fits(i: int, place: int, left: int) -> int:
+        for j, there in places.items():
+            if have[i][j] > ALIKE * want[place][there]:
+                return -1
+            if {i, j} in together and {place, there} in apart:
+                return -1
+            if have[i][j] < SLOW * want[place][there] and not bare & {i, j}:
+                left -= 1
+                if left < 0:
+                    return -1
+        return left
+
+    def search(depth: int, left: int) -> bool:
+        nonlocal steps
+        if depth == len(order):
+            return True
+        i = order[depth]
+        for place in (first[i], *(p for p in range(len(want)) if p != first[i])):
+            steps += 1
+            if steps > _MOST_STEPS:
+                return False
+            if place in places.values():
+                continue
+            rest = fits(i, place, left)
+            if rest >= 0:
+                places[i] = place
+                if search(depth + 1, rest):
+                    return True
+                del places[i]
+        return False
+
+    return tuple(places[i] for i in range(len(have))) if search(0, pairs) else None
+
+
+def _may_be_part(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
+    """Whether a machine has as many pairs of each strength at least, and as many without NVLink."""
+    own, other = (
+        sorted((matrix[i][j] for i in range(len(matrix)) for j in range(i)), reverse=True)
+        for matrix in (have, want)
+    )
+    enough = all(mine <= ALIKE * most for mine, most in zip(own, other, strict=False))
+    few = all(mine >= SLOW * least for mine, least in zip(reversed(own), reversed(other), strict=False))
+    return enough and few
+
+
+def _outward(have: Sequence[Sequence[float]]) -> list[int]:
+    """GPUs so that each has a neighbour among those before it where there is one."""
+    order: list[int] = []
+    waiting = sorted(range(len(have)), key=lambda i: (-sum(have[i]), i))
+    while waiting:
+        near = [i for i in waiting if any(have[i][j] for j in order)]
+        chosen = (near or waiting)[0]
+        order.append(chosen)
+        waiting.remove(chosen)
+    return order
+
+
+MOST_SHORT, MOST_SHORT_OF_TWIN = 1 / 3, 1 / 2
+"""Parts of a machine's wires less than which may be short in a server that is said to be one with faults: the second
+where it has as many devices of each kind."""
+
+MOST_BARE = 1 / 3
+"""Part of the GPUs that may have lost all NVLinks besides."""
+
+MOST_PAIRS = 4
+"""Pairs that may be short where the GPUs are numbered otherwise than in the library."""
+
+LEAST_WHOLE = 8
+"""GPUs of a machine that is taken for a whole one though nobody knows it: so many, or twice, or four times as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resemblance:
+    """What a server should be.
+
+    Parameters
+    ----------
+    machine : Topology or None
+        The machine of the library; None where it resembles none.
+    exact : bool
+        Whether every pair of GPUs has what it has there.
+    wires : tuple of Link
+        NVLinks as they should be, both directions, between the server's own devices; empty without a machine.
+    """
+
+    machine: Topology | None = None
+    exact: bool = False
+    wires: tuple[Link, ...] = ()
+
+    def whole(self, server: Topology) -> bool:
+        """Whether all GPUs of a server are taken to be here, and not an allocation of them."""
+        count = len(server.gpus)
+        if self.machine is not None:
+            return count == len(self.machine.gpus)
+        return count >= LEAST_WHOLE and not count & (count - 1)
+
+
+def resemblance(server: Topology) -> Resemblance:
+    """The machine of the library that a server is, or is an allocation of, or is with faults.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> found = resemblance(topoplan.without_links(machine, ["gpu0-gpu3"]))
+    >>> found.machine.name, found.exact, resemblance(machine.subset([1, 4, 5, 7])).exact
+    ('dgx-1v', False, True)
+    """
+    shape = shape_of(server)
+    found: list[tuple[tuple[object, ...], Resemblance]] = []
+    for order, name in enumerate(library()):
+        if _gpus_listed(name) < len(shape.gpus):
+            continue
+        machine, other = _known(name)
+        if other.sort != shape.sort or _other_maker(server, machine):
+            continue
+        if shape.sort == "none":
+            laid = _without_nvlinks(server, machine)
+        elif shape.sort == "switched":
+            laid = _switched(server, shape, machine, other)
+        else:
+            laid = _direct(server, shape, machine, other)
+        if laid is not None:
+            found.append(((_rank(server, laid), *_distance(server, machine), order), laid))
+    return min(found, key=lambda one: one[0])[1] if found else Resemblance()
+
+
+@lru_cache(maxsize=64)
+def _gpus_listed(name: str) -> int:
+    """GPUs of a library machine, from its text: most are too small to be read."""
+    text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
+    return text.count('"kind": "gpu"')
+
+
+@lru_cache(maxsize=64)
+def _known(name: str) -> tuple[Topology, NvlinkShape]:
+    machine = load(name)
+    return machine, shape_of(machine)
+
+
+@dataclass(frozen=True, slots=True)
+class NvlinkShape:
+    """NVLinks of a server.
+
+    Parameters
+    ----------
+    gpus : tuple of str
+    sort : str
+        ``direct`` between GPUs, ``switched``, ``none``, or ``mixed``.
+    carried : tuple of tuple of float
+        GB/s between each two GPUs, the faster of both directions, or where it is switched in column 0 to the switches.
+    wires : tuple of int
+        Most NVLinks of each GPU in one direction.
+    rate : float
+        GB/s of one whole wire.
+    """
+
+    gpus: tuple[str, ...]
+    sort: str
+    carried: tuple[tuple[float, ...], ...]
+    wires: tuple[int, ...]
+    rate: float
+
+    @property
+    def regular(self) -> bool:
+        """Whether all GPUs have as much."""
+        sums = [sum(row) for row in self.carried]
+        return max(sums) <= ALIKE * min(sums)
+
+
+def shape_of(server: Topology) -> NvlinkShape:
+    """The NVLinks of a server as they matter here.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> shape = shape_of(topoplan.load("dgx-2"))
+    >>> shape.sort, shape.carried[0], shape.wires[0], shape.rate
+    ('switched', (150.0,), 6, 25.0)
+    """
+    links = server_nvlinks(server)
+    place = {gpu: i for i, gpu in enumerate(server.gpus)}
+    direct = [link for link in links if link.src in place and link.dst in place]
+    ports = [link for link in links if (link.src in place) != (link.dst in place)]
+    sort = {(True, False): "direct", (False, True): "switched", (False, False): "none"}.get(
+        (bool(direct), bool(ports)), "mixed"
+    )
+    width = 1 if sort == "switched" else len(place)
+    carried: list[list[dict[str, float]]] = [[{} for _ in range(width)] for _ in place]
+    wires = [Counter[str]() for _ in place]
+    for link in links:
+        for end, other, way in ((link.src, link.dst, "out"), (link.dst, link.src, "in")):
+            if end in place:
+                cell = carried[place[end]][place.get(other, 0)]
+                cell[way] = cell.get(way, 0.0) + link.bandwidth
+                wires[place[end]][way] += link.count
+    return NvlinkShape(
+        server.gpus,
+        sort,
+        tuple(tuple(max(cell.values(), default=0.0) for cell in row) for row in carried),
+        tuple(max(count.values(), default=0) for count in wires),
+        whole_rate(links),
+    )
+
+
+def server_nvlinks(server: Topology) -> list[Link]:
+    """NVLinks of GPUs to each other and to switches; those to a CPU are a matter of their own."""
+    kinds = {device.name: device.kind for device in server.devices}
+    return [
+        link
+        for link in server.links
+        if link.channel == "nvlink" and {kinds[link.src], kinds[link.dst]} <= {"gpu", "nvswitch"}
+    ]
+
+
+def whole_rate(links: Sequence[Link]) -> float:
+    """GB/s of one whole wire: what the middle one has, if that is near the fastest, else the fastest; 0 of none."""
+    rates = [link.bandwidth / link.count for link in links]
+    middle, most = lower_median(rates), max(rates, default=0.0)
+    return middle if middle >= SLOW * most else most
+
+
+def same_parts(server: Topology, machine: Topology) -> bool:
+    """Whether two servers have as many devices of each kind."""
+    return Counter(d.kind for d in server.devices) == Counter(d.kind for d in machine.devices)
+
+
+def _other_maker(server: Topology, machine: Topology) -> bool:
+    """Whether one is of AMD and the other is not, as far as the server's GPUs tell."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    amd = machine.device(machine.gpus[0]).model.startswith("MI")
+    return any((gpu.fact("sm") and amd) or (gpu.fact("gcn") and not amd) for gpu in gpus)
+
+
+def _rank(server: Topology, laid: Resemblance) -> int:
+    """What is likelier first: a whole machine, one with faults and the same devices, a part of one, any with faults."""
+    machine = laid.machine
+    whole = machine is not None and len(machine.gpus) == len(server.gpus)
+    if whole and laid.exact:
+        return 0
+    if machine is not None and whole and same_parts(server, machine):
+        return 1
+    return 2 if laid.exact else 3
+
+
+def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
+    """How far a machine is from a server beside its NVLinks, nearest first."""
+    models = {server.device(gpu).model for gpu in server.gpus}
+    model = machine.device(machine.gpus[0]).model
+    named = bool(model) and all(model.lower() in one.lower() for one in models)
+    own, other = (Counter(d.kind for d in one.devices) for one in (server, machine))
+    parts = sum(abs(own[kind] - other[kind]) for kind in own | other)
+    speeds = {link.bandwidth for link in server.links if link.channel in ("pcie", "c2c")}
+    foreign = sum(link.bandwidth not in speeds for link in machine.links if link.channel in ("pcie", "c2c"))
+    return (len(machine.gpus) - len(server.gpus), not named, parts, foreign)
+
+
+def _without_nvlinks(server: Topology, machine: Topology) -> Resemblance | None:
+    alike = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
+    return Resemblance(machine, exact=True) if alike else None
+
+
+def _rates_alike(shape: NvlinkShape, other: NvlinkShape) -> bool:
+    return shape.rate <= ALIKE * other.rate and other.rate <= ALIKE * shape.rate
+
+
+def _switched(
+    server: Topology, shape: NvlinkShape, machine: Topology, other: NvlinkShape
+) -> Resemblance | None:
+    if not _rates_alike(shape, other) or max(shape.wires) != max(other.wires):
+        return None
+    bare = sum(not count for count in shape.wires)
+    full = sum(count == max(other.wires) for count in shape.wires)
+    if bare > MOST_BARE * len(shape.gpus) or 2 * full < len(shape.gpus):
+        return None
+    switches = [device.name for device in server.devices if device.kind == "nvswitch"]
+    if len(switches) != 1:
+        return Resemblance(machine)
+    count = max(other.wires)
+    wires = [(gpu, switches[0], count) for gpu in shape.gpus]
+    whole = all(row[0] >= SLOW * count * shape.rate for row in shape.carried)
+    return Resemblance(machine, whole, _links(wires, shape.rate))
+
+
+def _links(wires: Sequence[tuple[str, str, int]], rate: float) -> tuple[Link, ...]:
+    return tuple(
+        Link(*ends, "nvlink", count * rate, count)
+        for first, second, count in wires
+        for ends in ((first, second), (second, first))
+    )
+
+
+def _direct(
+    server: Topology, shape: NvlinkShape, machine: Topology, other: NvlinkShape
+) -> Resemblance | None:
+    count = len(shape.gpus)
+    alike = _rates_alike(shape, other)
+    if alike or count == len(other.gpus):
+        scale = other.rate / shape.rate
+    elif set(shape.wires) == {sum(cell > 0 for cell in row) for row in shape.carried}:
+        scale = 1.0  # counts that are not stated: each bundle is one wire
+    else:
+        return None
+    have = [[cell * scale for cell in row] for row in shape.carried]
+    numbers = _numbers(shape.gpus, count, len(other.gpus))
+    host = (_joined(server, ONE_SWITCH), _joined(machine, DIFFERENT_CPUS))
+    places = embed(have, other.carried, pairs=0, first=numbers, host=host)
+    exact = places is not None
+    if places is None and not alike:
+        return None
+    if places is None and count == len(other.gpus):
+        if short_pairs(have, other.carried, numbers) is not None:
+            places = numbers
+        elif not all(map(any, have)) or _few_short(have, other.carried):
+            tries = (
+                embed(have, other.carried, pairs=k, first=numbers, host=host)
+                for k in range(1, MOST_PAIRS + 1)
+            )
+            places = next((one for one in tries if one is not None), None)
+    elif places is None and 2 * count > len(other.gpus):
+        places = numbers if short_pairs(have, other.carried, numbers) is not None else None
+    if places is None:
+        return None
+    if not exact and not _credible(server, shape, machine, have, other, places):
+        return None
+    wanted = [
+        (shape.gpus[i], shape.gpus[j], round(other.carried[places[i]][places[j]] / other.rate))
+        for i in range(count)
+        for j in range(i + 1, count)
+        if other.carried[places[i]][places[j]]
+    ]
+    return Resemblance(machine, exact, _links(wanted, other.rate / scale))
+
+
+def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:
+    """Pairs of GPUs, by position, that are joined so over PCIe."""
+    ways = [*upward_paths(machine).values()]
+    return frozenset(
+        frozenset((i, j)) for i, first in enumerate(ways) for j in range(i) if relation(first, ways[j]) == how
+    )
+
+
+def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
+    """Numbers in the names of the GPUs where they are some of the machine's, else their positions."""
+    found = [re.search(r"(\d+)$", gpu) for gpu in gpus]
+    numbers = tuple(int(one[1]) if one else -1 for one in found)
+    fits = len(set(numbers)) == count and all(0 <= number < most for number in numbers)
+    return numbers if fits else tuple(range(count))
+
+
+def _few_short(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
+    """Whether so little is short in all that a search for places is worth its time."""
+    return sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, want))
+
+
+def _credible(
+    server: Topology,
+    shape: NvlinkShape,
+    machine: Topology,
+    have: Sequence[Sequence[float]],
+    other: NvlinkShape,
+    places: Sequence[int],
+) -> bool:
+    """Whether so much may be short (see the module)."""
+    bare = {i for i, row in enumerate(have) if not any(row)}
+    rest = [i for i in range(len(have)) if i not in bare]
+    wanted = sum(other.carried[places[i]][places[j]] for i in rest for j in rest)
+    lost = wanted - sum(min(have[i][j], other.carried[places[i]][places[j]]) for i in rest for j in rest)
+    whole = len(have) == len(other.gpus)
+    twin = whole and same_parts(server, machine)
+    if lost >= (MOST_SHORT_OF_TWIN if twin else MOST_SHORT if whole else MOST_SHORT / 2) * wanted:
+        return False
+    if len(bare) > (MOST_BARE * len(have) if whole else 0):
+        return False
+    return twin or not shape.regular

@@ -1,0 +1,522 @@
+"""The shards of a plan: trees with routes, stages of one tree each, and shards that are images of a few templates.
+
+The order of the shards gives their places in the buffer (`shard_bounds`), on borders that suit the hardware; shares
+stay exact. On a machine with symmetries (permutations that take wires to wires, whatever was measured on them) a
+tree and all its images load the machine evenly, so a plan for a thousand GPUs is one or two trees and two
+permutations. `ImageShards` behaves as the tuple of all shards and makes each on request; loads and checks need the
+templates alone.
+
+With |O| images of a template that crosses the links of an orbit L of links x times, each link of L is crossed
+|O| x / |L| times: the sum over all images does not change under the symmetries, hence is equal on all of L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from hashlib import blake2b
+from itertools import groupby
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.json_values import (
+    check_known,
+    read_fraction,
+    read_list,
+    read_object,
+    read_text,
+    read_texts,
+    read_whole,
+)
+from topoplan.plans.permutation_groups import LARGEST_TABLE, group_elements
+from topoplan.units import name_ranges
+
+OPERATIONS = ("reduce", "broadcast", "gather")
+"""What a stage does; data runs towards the root in a reduce, and away from it in the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One edge of a tree.
+
+    Parameters
+    ----------
+    parent, child : int
+        Ranks.
+    route : tuple of str
+        Devices from parent to child, both included. In a reduce stage data runs along it backwards.
+    channel : str
+        nvlink, pcie or network: whose links the route crosses.
+    """
+
+    parent: int
+    child: int
+    route: tuple[str, ...]
+    channel: str
+
+    def to_object(self) -> list[object]:
+        """The row of a plan file."""
+        return [self.parent, self.child, list(self.route), self.channel]
+
+    @staticmethod
+    def from_object(item: object, where: str) -> Edge:
+        """Read such a row; PlanError names what is of a wrong type."""
+        if not isinstance(item, list) or len(item) != 4:
+            raise PlanError(f"{where}: an edge must be [parent, child, route, channel], not {item!r}"[:200])
+        return Edge(
+            read_whole(item[0], f"{where}: parent"),
+            read_whole(item[1], f"{where}: child"),
+            read_texts(item[2], f"{where}: route"),
+            read_text(item[3], f"{where}: channel"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One tree, on which the shard's elements move, or the largest of them as entries of index and value.
+
+    Parameters
+    ----------
+    op : str
+        reduce (data runs from child to parent), broadcast (from parent to child), or gather: what the root has, its
+        elements or the entries that it has chosen, runs to all ranks of the tree, which add it to their own. Gathers
+        that follow one another in a shard are one exchange: every root sends what it had before anything arrived.
+    root : int
+    edges : tuple of Edge
+    entries : Fraction or None
+        Bytes of entries that cross an edge for each byte of the shard; None where the elements themselves do. Where
+        entries are reduced, every parent adds up what arrives and sends on as many, the largest.
+    """
+
+    op: str
+    root: int
+    edges: tuple[Edge, ...]
+    entries: Fraction | None = None
+
+    @property
+    def weight(self) -> Fraction:
+        """Bytes that cross an edge for each byte of the shard."""
+        return Fraction(1) if self.entries is None else self.entries
+
+    @property
+    def kind(self) -> str:
+        """What runs together with it, as `topoplan.plans.structure` names kinds: elements, exchange, gather, …"""
+        if self.entries is None:
+            return "exchange" if self.op == "gather" else "elements"
+        return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest path from the root.
+
+        Raises
+        ------
+        PlanError
+            An edge hangs on a parent that the root does not reach.
+        """
+        return max(self.depths().values())
+
+    def check_ranks(self, size: int) -> None:
+        """Raise PlanError where it names a rank that is none of so many."""
+        for rank in (self.root, *(end for edge in self.edges for end in (edge.parent, edge.child))):
+            if not 0 <= rank < size:
+                raise PlanError(f"is out of range 0 to {size - 1}", rank=rank)
+
+    def depths(self) -> dict[int, int]:
+        """Depth of every rank in the tree, the root's 0.
+
+        Raises
+        ------
+        PlanError
+            The edges are no tree from the root.
+        """
+        depth = {self.root: 0}
+        for parent, child in ((edge.parent, edge.child) for edge in self.top_down()):
+            depth[child] = depth[parent] + 1
+        return depth
+
+    def top_down(self) -> tuple[Edge, ...]:
+        """The edges in breadth-first order from the root, siblings in ascending rank.
+
+        Raises
+        ------
+        PlanError
+            A rank has two parents or the root has one, or an edge is not reached from the root.
+        """
+        children: dict[int, list[Edge]] = {}
+        seen = {self.root}
+        for edge in self.edges:
+            if edge.child in seen:
+                fault = "is the root and has a parent" if edge.child == self.root else "has two parents"
+                raise PlanError(f"rank {edge.child} {fault} in a {self.op} tree", rank=edge.child)
+            seen.add(edge.child)
+            children.setdefault(edge.parent, []).append(edge)
+        order: list[Edge] = []
+        frontier = [self.root]
+        for rank in frontier:
+            for edge in sorted(children.pop(rank, []), key=lambda e: e.child):
+                order.append(edge)
+                frontier.append(edge.child)
+        if children:
+            stray = min(children)
+            raise PlanError(
+                f"rank {stray} is a parent but the root {self.root} does not reach it", rank=stray
+            )
+        return tuple(order)
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of a plan file."""
+        return {
+            "op": self.op,
+            "root": self.root,
+            **({} if self.entries is None else {"entries": str(self.entries)}),
+            "edges": [edge.to_object() for edge in self.edges],
+        }
+
+    @staticmethod
+    def from_object(item: object, where: str) -> Stage:
+        """Read such an object; PlanError names the key that is missing or of a wrong type."""
+        value = read_object(item, where)
+        check_known(value, ("op", "root", "entries", "edges"), where)
+        edges = read_list(value.get("edges"), f"{where}: edges")
+        return Stage(
+            edges=tuple(Edge.from_object(edge, where) for edge in edges),
+            op=read_text(value.get("op"), f"{where}: op"),
+            root=read_whole(value.get("root"), f"{where}: root"),
+            entries=read_fraction(value["entries"], f"{where}: entries") if "entries" in value else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the buffer: its exact share and the trees it runs through, in order."""
+
+    share: Fraction
+    stages: tuple[Stage, ...]
+
+    @property
+    def depth(self) -> int:
+        """Tree edges one after another; where ranks exchange, the trees of one operation run side by side."""
+        runs = groupby(self.stages, key=lambda stage: (stage.op, stage.entries))
+        heights = [[stage.height for stage in run] for _, run in runs]
+        beside = any(stage.entries is not None or stage.op == "gather" for stage in self.stages)
+        return sum(max(run) if beside else sum(run) for run in heights)
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of a plan file."""
+        return {"share": str(self.share), "stages": [stage.to_object() for stage in self.stages]}
+
+    @staticmethod
+    def from_object(item: object, number: int) -> Shard:
+        """Read such an object, the shard of a number; PlanError names the key that is missing or of a wrong type."""
+        where = f"shard {number}"
+        value = read_object(item, where)
+        check_known(value, ("share", "stages"), where)
+        share = read_fraction(value.get("share"), f"{where}: share")
+        stages = read_list(value.get("stages"), f"{where}: stages")
+        read = (Stage.from_object(stage, f"{where}, stage {place}") for place, stage in enumerate(stages))
+        return Shard(share, tuple(read))
+
+
+ALIGNMENT = 16
+"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: NCCL and
+kernels copy 16 bytes at a time where addresses are multiples of 16, and else far fewer."""
+
+
+def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> list[int]:
+    """Element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
+
+    Cumulative shares are rounded down to multiples of `ALIGNMENT`, counted from the start of the block, and blocks end
+    where they end. So any count is divided without gap or overlap, no shard is `ALIGNMENT` elements away from its
+    share, and shards of small buffers may be empty.
+
+    Parameters
+    ----------
+    shares : iterable of Fraction
+        Of all shards, in their order; they add up to 1, and to 1 / ``blocks`` in every block.
+    count : int
+        Elements, a multiple of ``blocks``.
+    blocks : int
+        In allgather and reduce_scatter one for each rank, and else 1. In a rank's own array, of one block, shards
+        start on multiples of `ALIGNMENT`; in the gathered one they do where blocks are as long as a multiple of it.
+
+    Examples
+    --------
+    >>> shard_bounds([Fraction(1, 3)] * 3, 100)
+    [0, 32, 64, 100]
+    >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
+    [0, 16, 50, 66, 100]
+    """
+    block = count // blocks
+    bounds = [0]
+    total = Fraction(0)
+    for share in shares:
+        total += share
+        start = total.numerator * blocks // total.denominator * block
+        inside = total.numerator * count // total.denominator - start
+        bounds.append(start + inside // ALIGNMENT * ALIGNMENT)
+    return bounds
+
+
+def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:
+    """A tree in brackets, ``>`` or ``<`` the way that data takes; children without any of their own come first;
+    cut to a number of characters unless that is None.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> bracket_notation(plan.ranks, plan.shards[0].stages[1]), bracket_notation(plan.ranks, plan.shards[0].stages[0])
+    ('gpu4>(gpu7 gpu5>gpu1)', 'gpu4<(gpu7 gpu5<gpu1)')
+    >>> star = topoplan.one_hop(topoplan.load("dgx-2")).shards[0].stages[1]
+    >>> bracket_notation([f"gpu{i}" for i in range(16)], star)
+    'gpu0>gpu1-15'
+    """
+    arrow = "<" if stage.op == "reduce" else ">"
+    children: dict[int, list[int]] = {}
+    edges = stage.top_down()
+    for edge in edges:
+        children.setdefault(edge.parent, []).append(edge.child)
+    below: dict[int, str] = {}
+    for rank in dict.fromkeys(edge.parent for edge in reversed(edges)):
+        leaves = name_ranges(names[child] for child in children[rank] if child not in below)
+        parts = [*leaves, *(f"{names[child]}{below[child]}" for child in children[rank] if child in below)]
+        text = " ".join(parts)
+        below[rank] = f"{arrow}({text})" if len(parts) > 1 else f"{arrow}{text}"
+    text = f"{names[stage.root]}{below.get(stage.root, '')}"
+    if longest is None or len(text) <= longest:
+        return text
+    end = f" … ({len(edges)} edges)"
+    return text[: longest - len(end)].rsplit(" ", 1)[0] + end
+
+
+MOST_SYMMETRIC_ELEMENTS = 1 << 16
+"""Most permutations that the symmetries of a plan may generate; the planner uses four for each rank at most."""
+
+MOST_SYMMETRIES = 64
+"""Most symmetries that a plan may list; the planner uses a handful."""
+
+
+@dataclass(frozen=True)
+class ImageShards(Sequence[Shard]):
+    """All distinct images of template shards under a group of symmetries, in the order of their roots.
+
+    Parameters
+    ----------
+    nodes : tuple of str
+        Device names, the ranks first (see `Fabric.nodes`); a permutation speaks of their positions.
+    ranks : int
+        Number of ranks.
+    generators : tuple of tuple of int
+        Permutations of the nodes that generate the group; ranks go to ranks.
+    templates : tuple of Shard
+        Each image has the share of its template.
+
+    Raises
+    ------
+    PlanError
+        Too many symmetries. On first use: one is no permutation that keeps ranks ranks, their group is too large to
+        list, or a template names what is no rank.
+
+    Examples
+    --------
+    >>> from fractions import Fraction
+    >>> star = Stage("broadcast", 0, (Edge(0, 1, ("a", "b"), "nvlink"),))
+    >>> both = ImageShards(("a", "b"), 2, ((1, 0),), (Shard(Fraction(1, 2), (star,)),))
+    >>> len(both), both[1].stages[0].edges[0].route
+    (2, ('b', 'a'))
+    """
+
+    nodes: tuple[str, ...]
+    ranks: int
+    generators: tuple[tuple[int, ...], ...]
+    templates: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.generators) > MOST_SYMMETRIES:
+            raise PlanError(
+                f"{len(self.generators)} symmetries are more than the {MOST_SYMMETRIES} that a plan may list"
+            )
+
+    @cached_property
+    def elements(self) -> NDArray[np.int32]:
+        """The group, one permutation of the nodes to a row, the identity first."""
+        size = len(self.nodes)
+        for generator in self.generators:
+            if sorted(generator) != list(range(size)) or max(generator[: self.ranks]) >= self.ranks:
+                raise PlanError("a symmetry is no permutation of the devices that takes ranks to ranks")
+        if not self.generators:
+            return np.arange(size, dtype=np.int32)[None, :]
+        limit = min(MOST_SYMMETRIC_ELEMENTS, LARGEST_TABLE // size)
+        elements = group_elements([np.array(generator) for generator in self.generators], limit)
+        if elements is None:
+            raise PlanError(
+                f"the symmetries generate more than {limit} permutations of {size} devices; list fewer of them"
+            )
+        return elements
+
+    @cached_property
+    def _listed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
+        """Template and element of every shard in order, and the number of images of every template."""
+        rows: list[tuple[int, int, int]] = []
+        counts = []
+        for number, template in enumerate(self.templates):
+            self._check_ends(template, number)
+            roots = self.elements[:, owner_of(template)].tolist()
+            chosen = self._distinct(template, number) if len(set(roots)) < len(roots) else range(len(roots))
+            rows += [(roots[element], number, element) for element in chosen]
+            counts.append(len(chosen))
+        rows.sort()
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return table[:, 1], table[:, 2], tuple(counts)
+
+    def _check_ends(self, template: Shard, number: int) -> None:
+        """Every rank that a template names must be one: its images are looked up by these numbers."""
+        if not template.stages:
+            raise PlanError("has no stage", shard=number)
+        for position, stage in enumerate(template.stages):
+            try:
+                stage.check_ranks(self.ranks)
+            except PlanError as error:
+                raise error.within(number, position) from None
+
+    def _distinct(self, template: Shard, number: int) -> list[int]:
+        """Elements that take a template to different shards: the first one for each of them.
+
+        An image is told by its rows of numbers, one for each root and each edge, sorted, since an element may list them
+        in another order. For example, the star 0>1, 0>2 under the swap of ranks 1 and 2: its edges (child, parent) are
+        [1, 0] and [2, 0], those of the image [2, 0] and [1, 0]; sorted they are the same: the star is its only image.
+        """
+        size = len(self.nodes)
+        longest = max((len(edge.route) for stage in template.stages for edge in stage.edges), default=0)
+        channels = sorted({edge.channel for stage in template.stages for edge in stage.edges})
+        lines: list[list[int]] = []
+        for position, stage in enumerate(template.stages):
+            # Stages and channels are told apart by numbers that no permutation moves: positions beyond the devices.
+            first = size + 1 + position
+            lines.append([first, stage.root, stage.root, size, *[size] * longest])
+            for edge in stage.edges:
+                try:
+                    route = [self._position[name] for name in edge.route]
+                except KeyError as error:
+                    raise PlanError(
+                        f"crosses {error}, which is no device of this plan", shard=number
+                    ) from None
+                channel = size + 1 + len(template.stages) + channels.index(edge.channel)
+                rest = [size] * (longest - len(route))
+                lines.append([first, edge.child, edge.parent, channel, *route, *rest])
+        table = np.array(lines, dtype=np.int64)
+        still = np.arange(size, size + 1 + len(template.stages) + len(channels), dtype=np.int32)
+        known: set[bytes] = set()
+        chosen = []
+        for number_of_element, element in enumerate(self.elements):
+            image = np.concatenate((element, still))[table]
+            image = image[np.lexsort((image[:, 1], image[:, 0]))]
+            key = blake2b(image.tobytes(), digest_size=16).digest()
+            if key not in known:
+                known.add(key)
+                chosen.append(number_of_element)
+        return chosen
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of distinct images of every template."""
+        return self._listed[2]
+
+    def __len__(self) -> int:
+        return len(self._listed[0])
+
+    @overload
+    def __getitem__(self, number: int) -> Shard: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Shard, ...]: ...
+
+    def __getitem__(self, number: int | slice) -> Shard | tuple[Shard, ...]:
+        if isinstance(number, slice):
+            return tuple(self[i] for i in range(*number.indices(len(self))))
+        which, element, _ = self._listed
+        return self._image(self.templates[which[number]], self.elements[element[number]])
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self[number] for number in range(len(self)))
+
+    def _image(self, shard: Shard, element: NDArray[np.int32]) -> Shard:
+        names = {name: self.nodes[image] for name, image in zip(self.nodes, element.tolist(), strict=True)}
+        return moved_shard(shard, element.tolist(), names)
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.nodes)}
+
+    def to_object(self) -> list[dict[str, str]]:
+        """The JSON value of a plan file: every symmetry as the devices that it moves, with their images."""
+        return [
+            {self.nodes[place]: self.nodes[image] for place, image in enumerate(generator) if place != image}
+            for generator in self.generators
+        ]
+
+    @staticmethod
+    def from_object(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:
+        """All images of the templates under the symmetries that `to_object` wrote.
+
+        Raises
+        ------
+        PlanError
+            A value is of a wrong type, or names what is no device of the plan.
+        """
+        position = {name: number for number, name in enumerate(fabric.nodes)}
+        generators = []
+        for number, moves in enumerate(read_list(item, "symmetry")):
+            where = f"symmetry {number}"
+            image = list(range(len(fabric.nodes)))
+            for name, there in read_object(moves, where).items():
+                if name not in position or read_text(there, where) not in position:
+                    raise PlanError(
+                        f"{where} moves {name!r} to {there!r}; both must be devices of the plan"[:200]
+                    )
+                image[position[name]] = position[str(there)]
+            generators.append(tuple(image))
+        return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates))
+
+
+def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str]) -> Shard:
+    """The shard on other ranks and devices: vertex i becomes ``vertices[i]``, a device what ``names`` has for it."""
+
+    def moved(edge: Edge) -> Edge:
+        route = tuple(names[device] for device in edge.route)
+        return Edge(vertices[edge.parent], vertices[edge.child], route, edge.channel)
+
+    stages = []
+    for stage in shard.stages:
+        edges = tuple(moved(edge) for edge in stage.edges)
+        there = Stage(stage.op, vertices[stage.root], edges, stage.entries)
+        stages.append(replace(there, edges=there.top_down()))
+    return Shard(shard.share, tuple(stages))
+
+
+def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:
+    """Shards from which all others follow by symmetry, each with the number of shards that it stands for.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
+    >>> [count for _, count in shard_counts(plan.shards)]
+    [1]
+    """
+    if isinstance(shards, ImageShards):
+        return tuple(zip(shards.templates, shards.counts, strict=True))
+    return tuple((shard, 1) for shard in shards)
+
+
+def owner_of(shard: Shard) -> int:
+    """The rank by which images are ordered: where the last stage reduces to, or else where the first one starts."""
+    last = shard.stages[-1]
+    return last.root if last.op == "reduce" else shard.stages[0].root

@@ -1,0 +1,412 @@
+"""Read clusters: cluster JSON, format ``topoplan.cluster/1``, and regular networks by parameters.
+
+::
+
+    {"format": "topoplan.cluster/1", "name": "two boxes",
+     "servers": [{"machine": "dgx-1v", "gpus": [0, 1, 2]},
+                 {"machine": "dgx-1v", "gpus": "3-7", "count": 1, "nics": 1, "nic_gbps": 40}],
+     "network": {"kind": "rail-optimised", "nic_gbps": 100, "oversubscription": 2, "transport": "rdma"}}
+
+``machine`` is a name of the library, or a file: its path is relative to the cluster file. With ``"tree":
+"topology.conf"`` in its network, the servers are the nodes of Slurm's topology.conf or topology.yaml: ``nodes``, such
+as ``"node[01-08]"``, says which are of a kind of server, and a server without it takes the others. The keys of a
+server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`; every key but
+``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` may be left out. Unknown keys are refused.
+
+Regular networks are ``bcube:4,2``, ``torus:3,3``, ``fat-tree:4``; ``@10`` makes each port 10 GB/s. A host is one GPU
+with its network ports. Hosts are numbered by their digits, the first dimension in the highest place.
+
+- ``bcube:N,K``: N^K hosts of K ports and K N^(K-1) switches of N; the switch of level l joins the hosts that differ
+  in digit l alone (Guo et al., "BCube", SIGCOMM 2009).
+- ``torus:A,B,…``: A B … hosts, each with a port to both neighbours in every dimension; in a dimension of two both
+  ports lead to the same host.
+- ``fat-tree:K``: K^3 / 4 hosts on switches of K ports in K pods (Al-Fares et al., SIGCOMM 2008).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TypedDict, cast
+
+from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology_json import LIST, NUMBER, OBJECT, PRINTABLE, WHOLE, FieldType, check_keys
+from topoplan.reading.slurm import expand_hostlist
+from topoplan.units import parse_gpu_list
+
+PORT = 12.5
+"""GB/s of a port where none is given: 100 Gb/s."""
+
+MOST_HOSTS, LONGEST_NUMBER = 4096, 9
+"""Most hosts of a network, and digits of the longest number in its name: more is a slip of the keyboard."""
+
+_NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[0-9]+(\.[0-9]+)?))?")
+
+
+def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
+    """A BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two ports of a switch, no level, too many hosts.
+
+    Examples
+    --------
+    >>> machine = bcube(4, 2)
+    >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
+    (16, 8)
+    """
+    if ports < 2 or levels < 1:
+        raise UsageError(
+            f"bcube:{ports},{levels} is none; give switches of 2 ports or more, and 1 level or more"
+        )
+    hosts = _hosts(f"bcube:{ports},{levels}", [ports] * min(levels, MOST_HOSTS))
+    wires = []
+    for level in range(levels):
+        for number, digits in enumerate(hosts):
+            others = [digit for place, digit in enumerate(digits) if place != levels - 1 - level]
+            switch = sum(digit * ports**place for place, digit in enumerate(reversed(others)))
+            wires.append((f"gpu{number}", f"level{level}-switch{switch}", 1))
+    return _network(f"bcube:{ports},{levels}", len(hosts), wires, gbps)
+
+
+def torus(*sides: int, gbps: float = PORT) -> Topology:
+    """A torus of hosts; ``gbps`` is GB/s of a port and direction.
+
+    Raises
+    ------
+    UsageError
+        A side below two, too many hosts.
+
+    Examples
+    --------
+    >>> machine = torus(2, 3)
+    >>> len(machine.gpus), sorted({link.count for link in machine.links})
+    (6, [1, 2])
+    """
+    name = "torus:" + ",".join(map(str, sides))
+    if not sides or min(sides) < 2:
+        raise UsageError(f"{name[:60]} is none; give sides of 2 or more")
+    hosts = _hosts(name, sides)
+    place = {digits: number for number, digits in enumerate(hosts)}
+    wires = []
+    for digits, number in place.items():
+        for dimension, side in enumerate(sides):
+            if side == 2 and digits[dimension] == 1:
+                continue
+            ahead = (digits[dimension] + 1) % side
+            other = place[(*digits[:dimension], ahead, *digits[dimension + 1 :])]
+            wires.append((f"gpu{number}", f"gpu{other}", 2 if side == 2 else 1))
+    return _network(name, len(hosts), wires, gbps)
+
+
+def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
+    """A fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
+
+    Raises
+    ------
+    UsageError
+        Ports that are odd or fewer than two, too many hosts.
+
+    Examples
+    --------
+    >>> machine = fat_tree(4)
+    >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
+    (16, 20)
+    """
+    name = f"fat-tree:{ports}"
+    if ports < 2 or ports % 2:
+        raise UsageError(f"{name} is none; give switches an even number of ports, 2 or more")
+    half = ports // 2
+    count = len(_hosts(name, [ports, half, half]))
+    wires = [(f"gpu{host}", f"edge{host // half}", 1) for host in range(count)]
+    for pod, edge, upper in product(range(ports), range(half), range(half)):
+        wires.append((f"edge{pod * half + edge}", f"aggregation{pod * half + upper}", 1))
+        wires.append((f"aggregation{pod * half + edge}", f"core{edge * half + upper}", 1))
+    return _network(name, count, wires, gbps)
+
+
+def _hosts(name: str, sides: Sequence[int]) -> list[tuple[int, ...]]:
+    count = 1
+    for side in sides:
+        count *= side
+        if count > MOST_HOSTS:
+            raise UsageError(f"{name[:60]} has more than {MOST_HOSTS} hosts; choose smaller numbers")
+    return list(product(*map(range, sides)))
+
+
+def _network(name: str, hosts: int, wires: Sequence[tuple[str, str, int]], gbps: float) -> Topology:
+    """Hosts, the switches that wires name, in their order, and both directions of every wire."""
+    gpus = [Device(f"gpu{number}", "gpu", server=f"host{number}") for number in range(hosts)]
+    names = {end: None for a, b, _ in wires for end in (a, b) if not end.startswith("gpu")}
+    links = [
+        Link(src, dst, "network", gbps * count, count=count)
+        for a, b, count in wires
+        for src, dst in ((a, b), (b, a))
+    ]
+    source = f"made by its parameters, {gbps:g} GB/s for each port"
+    return Topology(name, (*gpus, *(Device(one, "switch") for one in names)), tuple(links), source=source)
+
+
+_KINDS: dict[str, tuple[int | None, Callable[..., Topology]]] = {
+    "bcube": (2, bcube),
+    "torus": (None, torus),
+    "fat-tree": (1, fat_tree),
+}
+
+REGULAR_NETWORK_FORMS = ("bcube:N,K", "torus:A,B,…", "fat-tree:K")
+"""How names with parameters are written; ``@GB/s`` after them is a port's bandwidth."""
+
+
+def regular_network(name: str) -> Topology | None:
+    """The network of a name with parameters; None where it is no such name.
+
+    Raises
+    ------
+    UsageError
+        An unknown kind, a wrong number of parameters, or parameters of no network.
+
+    Examples
+    --------
+    >>> regular_network("torus:3,3@10").links[0].bandwidth
+    10.0
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    texts = [*found["numbers"].split(","), (found["port"] or "").split(".")[0]]
+    if max(map(len, texts)) > LONGEST_NUMBER:
+        raise UsageError(
+            f"{name[:60]} has a number of more than {LONGEST_NUMBER} digits; choose smaller numbers"
+        )
+    numbers = [int(number) for number in found["numbers"].split(",")]
+    wanted, make = _KINDS.get(found["kind"], (-1, torus))
+    if wanted is not None and wanted != len(numbers):
+        raise UsageError(
+            f"no network is written {name[:60]!r}; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
+            "10 GB/s"
+        )
+    port = float(found["port"]) if found["port"] else PORT
+    if not port:
+        raise UsageError(f"{name[:60]}: ports of 0 GB/s carry nothing; give more")
+    return make(*numbers, gbps=port)
+
+
+CLUSTER_FORMAT = "topoplan.cluster/1"
+
+_GPUS = FieldType(
+    "a list of whole numbers, or a text such as '0-3'",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(WHOLE.holds, value))),
+)
+
+_NICS = FieldType(
+    "a whole number, or a text of names such as 'mlx5_0,mlx5_1'",
+    lambda value: isinstance(value, str) or WHOLE.holds(value),
+)
+
+_CLUSTER_KEYS = {"format": PRINTABLE, "name": PRINTABLE, "servers": LIST, "network": OBJECT}
+
+_SERVER_KEYS = {
+    "machine": PRINTABLE,
+    "gpus": _GPUS,
+    "count": WHOLE,
+    "nodes": PRINTABLE,
+    "nics": _NICS,
+    "nic_gbps": NUMBER,
+    "flow_gbps": NUMBER,
+    "nvlink_gbps": NUMBER,
+    "pcie_gbps": NUMBER,
+}
+
+_NETWORK_KEYS = {
+    "kind": PRINTABLE,
+    "tree": PRINTABLE,
+    "nic_gbps": NUMBER,
+    "nics": _NICS,
+    "rails": WHOLE,
+    "oversubscription": NUMBER,
+    "leaf_size": WHOLE,
+    "nic_access": PRINTABLE,
+    "helpers": WHOLE,
+    "transport": PRINTABLE,
+    "memory_gbps": NUMBER,
+    "flow_gbps": NUMBER,
+}
+
+LoadMachine = Callable[[str, float | None, float | None], Topology]
+"""Reads a machine by name or path, with the GB/s of one NVLink and one PCIe link where its text leaves them open."""
+
+
+LoadTree = Callable[[str], NodeNetwork]
+"""Reads Slurm's description of a network by its path."""
+
+
+class _NetworkFields(TypedDict, total=False):
+    nic_gbps: float
+    nics: int | str
+    rails: int
+    oversubscription: float
+    leaf_size: int
+    nic_access: str
+    helpers: int
+    transport: str
+    memory_gbps: float
+    flow_gbps: float
+
+
+def is_cluster(value: object) -> bool:
+    """True for decoded JSON that says it is a cluster, of whatever version."""
+    return isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")
+
+
+def cluster_from_object(
+    value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
+) -> Topology:
+    """Build the cluster that decoded JSON describes.
+
+    Parameters
+    ----------
+    value : mapping
+        `is_cluster`.
+    load_machine : callable
+        Reads the machine of a server.
+    load_tree : callable or None
+        Reads the network that a ``tree`` names.
+
+    Raises
+    ------
+    TopologyError
+        Another version, or a key that is unknown, missing or of a wrong type.
+    UsageError
+        A machine cannot be read, or a number makes no sense.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> two = {"format": "topoplan.cluster/1", "servers": [{"machine": "dgx-2", "count": 2}],
+    ...        "network": {"nic_gbps": 100}}
+    >>> len(cluster_from_object(two, lambda name, *speeds: topoplan.load(name)).gpus)
+    32
+    """
+    if value.get("format") != CLUSTER_FORMAT:
+        raise TopologyError(
+            f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
+        )
+    check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
+    listed = cast("list[object]", value["servers"])
+    if not listed:
+        raise TopologyError("the cluster: servers is an empty list; list at least one")
+    network = check_keys(value["network"], _NETWORK_KEYS, (), "network")
+    entries = [
+        check_keys(item, _SERVER_KEYS, ("machine",), f"servers[{number}]")
+        for number, item in enumerate(listed)
+    ]
+    if "tree" in network:
+        assert load_tree is not None, "whoever reads files reads trees"
+        return _of_nodes(entries, network, load_machine, load_tree, cast("str", value.get("name", "")))
+    servers = []
+    for number, fields in enumerate(entries):
+        where = f"servers[{number}]"
+        if "nodes" in fields:
+            raise TopologyError(
+                f"{where}: nodes belong to a network with a tree; give it, or a count of servers"
+            )
+        if "nic_gbps" not in fields and "nic_gbps" not in network:
+            raise TopologyError(
+                f"network has no 'nic_gbps', and neither has {where}; say how fast a NIC is, in Gb/s"
+            )
+        try:
+            servers.append(_server(fields, load_machine))
+        except (TopologyError, UsageError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    given = cast("_NetworkFields", {key: field for key, field in network.items() if key != "kind"})
+    return cluster(
+        servers,
+        network=cast("str", network.get("kind", "switch")),
+        name=cast("str", value.get("name", "")),
+        **given,
+    )
+
+
+_OF_TREES = ("tree", "nic_gbps", "nics", "oversubscription", "nic_access", "transport")
+_OF_NODES = ("machine", "nodes", "nvlink_gbps", "pcie_gbps")
+
+
+def _of_nodes(
+    entries: Sequence[Mapping[str, object]],
+    network: Mapping[str, object],
+    load_machine: LoadMachine,
+    load_tree: LoadTree,
+    name: str,
+) -> Topology:
+    """The nodes of a tree, each of the first entry that names it, or of the one that takes the others."""
+    for where, fields, known in (
+        ("network", network, _OF_TREES),
+        *((f"servers[{number}]", entry, _OF_NODES) for number, entry in enumerate(entries)),
+    ):
+        for key in fields:
+            if key not in known:
+                raise TopologyError(f"{where}: {key} does not go with a tree; use {', '.join(known)}")
+    tree = load_tree(cast("str", network["tree"]))
+    machines: dict[str, Topology] = {}
+    others: list[Topology] = []
+    for fields in entries:
+        machine = load_machine(
+            cast("str", fields["machine"]),
+            cast("float | None", fields.get("nvlink_gbps")),
+            cast("float | None", fields.get("pcie_gbps")),
+        )
+        if "nodes" not in fields:
+            others.append(machine)
+            continue
+        for node in expand_hostlist(cast("str", fields["nodes"])):
+            if node in machines or node not in dict(tree.nodes):
+                raise TopologyError(
+                    f"node {node} is {'named twice' if node in machines else 'not in the tree'}"
+                )
+            machines[node] = machine
+    if len(others) > 1:
+        raise TopologyError(
+            "two servers name no nodes, and only one can take those that are left; give nodes"
+        )
+    if not others and len(machines) < len(tree.nodes):
+        node = next(node for node, _ in tree.nodes if node not in machines)
+        raise TopologyError(f"node {node} of the tree is of no server; add it to the nodes of one")
+    given = cast(
+        "_NetworkFields", {key: field for key, field in network.items() if key not in ("kind", "tree")}
+    )
+    return cluster_of_nodes(
+        tree,
+        {node: machines[node] if node in machines else others[0] for node, _ in tree.nodes},
+        name=name,
+        nic_gbps=given.get("nic_gbps"),
+        nics=given.get("nics"),
+        oversubscription=given.get("oversubscription"),
+        nic_access=given.get("nic_access", "pcie"),
+        transport=given.get("transport"),
+    )
+
+
+def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
+    machine = load_machine(
+        cast("str", fields["machine"]),
+        cast("float | None", fields.get("nvlink_gbps")),
+        cast("float | None", fields.get("pcie_gbps")),
+    )
+    gpus = fields.get("gpus")
+    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else cast("list[int] | None", gpus)
+    server = Server(
+        machine,
+        chosen,
+        cast("int | str | None", fields.get("nics")),
+        cast("float | None", fields.get("nic_gbps")),
+        flow_gbps=cast("float | None", fields.get("flow_gbps")),
+    )
+    return replace(server, count=cast("int", fields.get("count", 1)))

@@ -1,0 +1,410 @@
+"""Load a machine from a library name, a file, ``-`` for stdin, the text itself, or a networkx graph.
+
+Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
+with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is read
+as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml
+say how nodes are joined, but not what a node is: `load_network` reads them, and cluster JSON names them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import topoplan
+from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.named_nodes import NodeNetwork
+from topoplan.machine.routing import without_peer_access
+from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.machine.topology_json import decode_json, object_of_graph, topology_from_object
+from topoplan.reading.clusters import REGULAR_NETWORK_FORMS, cluster_from_object, is_cluster, regular_network
+from topoplan.reading.merge import gpu_bus_ids, merge_nvlink
+from topoplan.reading.nccl.topology_xml import UNNAMED, parse_nccl_xml
+from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
+from topoplan.reading.rocm_smi import is_rocm_smi, parse_rocm_smi
+from topoplan.reading.slurm import is_slurm, parse_slurm
+
+_BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
+
+
+_FORMATS = "topology JSON, NCCL topology XML or what nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology print"
+
+
+def load(
+    source: TopologyLike,
+    *,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
+    merge: TopologyLike | None = None,
+) -> Topology:
+    """Read a machine.
+
+    Parameters
+    ----------
+    source : str, path, networkx.MultiDiGraph or Topology
+        A name of the library (see `library`), a network by its parameters such as ``bcube:4,2`` or ``torus:3,3@10``
+        (see `topoplan.reading.clusters`), a file, ``-`` for stdin, or the text of a description (it holds
+        a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
+        ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A machine that
+        is one already is given back.
+    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
+        GB/s per direction of one NVLink, of one PCIe link and between CPUs, for nvidia-smi text, which states none, and
+        in place of NCCL's for XML.
+    merge : as ``source``, optional
+        Another description of the machine: NVLinks come from there, all else from ``source`` (see
+        `topoplan.reading.merge`). ``nvlink_gbps`` is for this one then.
+
+    Raises
+    ------
+    UsageError
+        No such name or file, a file that cannot be read, or a bandwidth where the description states its own.
+    TopologyError
+        The content is empty, binary, or no valid machine; a file's message begins with its name.
+
+    Examples
+    --------
+    >>> machine = load("dgx-2")
+    >>> len(machine.gpus), machine.links[0].bandwidth
+    (16, 150.0)
+    >>> load("dgx-1")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        machine = source if isinstance(source, Topology) else _checked(object_of_graph(source))
+        rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+        _check_no_rates(
+            rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
+        )
+        return machine if merge is None else merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
+    text, where, name, folder = _find(source)
+    return load_text(
+        text,
+        where,
+        name,
+        folder=folder,
+        nvlink_gbps=nvlink_gbps,
+        pcie_gbps=pcie_gbps,
+        socket_gbps=socket_gbps,
+        merge=merge,
+    )
+
+
+def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
+    """Text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
+    if isinstance(source, str):
+        if source == "-":
+            return read_text("-", "give a file"), "stdin", "stdin", ""
+        if "\n" in source or source.lstrip().startswith(("{", "<")):
+            return source, "", "", ""
+        if source in library():
+            return (library_path() / f"{source}.json").read_text(encoding="utf-8"), source, source, ""
+        made = None if os.path.exists(source) else regular_network(source)
+        if made is not None:
+            return made.to_json(), source, source, ""
+    path = os.fspath(source)
+    if not os.path.exists(path):
+        raise UsageError(_unknown(path))
+    return read_text(path), path, Path(path).stem, os.path.dirname(path)
+
+
+def load_text(
+    text: str,
+    where: str = "",
+    name: str = "",
+    *,
+    folder: str = "",
+    single: bool = False,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
+    merge: TopologyLike | None = None,
+) -> Topology:
+    """Read a machine from its text.
+
+    Parameters
+    ----------
+    text : str
+        Topology or cluster JSON, NCCL's topology XML, or the output of ``nvidia-smi topo -m``, ``rocm-smi --showtopo``
+        or ``amd-smi topology``.
+    where : str
+        Begins an error.
+    name : str
+        Of a machine whose text has none.
+    folder : str
+        Paths in cluster JSON are relative to it.
+    single : bool
+        Refuse cluster JSON.
+    nvlink_gbps, pcie_gbps, socket_gbps, merge : optional
+        As `load`.
+
+    Raises
+    ------
+    UsageError, TopologyError
+        As `load`.
+    """
+    if merge is None:
+        rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+        return _read_machine(text, where, name, rates, folder=folder, single=single)
+    if where == "stdin" and merge == "-":
+        raise UsageError("stdin holds one description; give --merge a file")
+    other = load(merge, nvlink_gbps=nvlink_gbps)
+    rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+    topology = _read_machine(
+        text, where, name, rates, folder=folder, single=single, merged=True, gpu_ids=gpu_bus_ids(other)
+    )
+    return merge_nvlink(topology, other)
+
+
+def _read_machine(
+    text: str,
+    where: str,
+    name: str,
+    rates: Mapping[str, float | None],
+    *,
+    folder: str,
+    single: bool,
+    merged: bool = False,
+    gpu_ids: Sequence[str] = (),
+) -> Topology:
+    """The machine of one description; merged with another one, which knows the bus ids of its GPUs or does not."""
+    start = text.lstrip("\ufeff \t\r\n")[:1]
+    try:
+        if not start:
+            raise TopologyError(f"the content is empty; give {_FORMATS}")
+        if start == "{":
+            _check_no_rates(rates, "topology JSON")
+            return _from_json(text, folder, single)
+        if start == "<":
+            topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
+            return replace(topology, name=name) if name and topology.name == UNNAMED else topology
+        if is_slurm(text):
+            raise UsageError(
+                "it says how Slurm's nodes are joined, and not what a node is: topoplan order takes it with --server "
+                "dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
+            )
+        if is_rocm_smi(text):
+            topology = parse_rocm_smi(text, untold=merged, known=_amd_machines, **rates)
+        else:
+            topology = parse_nvidia_smi(text, **rates)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+    topology = with_capable(topology)
+    return replace(topology, name=name) if name else topology
+
+
+def _amd_machines() -> list[Topology]:
+    """Machines of the library with GPUs of AMD."""
+    return [
+        load(name)
+        for name in library()
+        if '"model": "MI' in (library_path() / f"{name}.json").read_text(encoding="utf-8")
+    ]
+
+
+def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetwork | None:
+    """Read Slurm's topology.conf or topology.yaml.
+
+    Parameters
+    ----------
+    source : str or path
+        A file, ``-`` for stdin, or the text itself.
+    which : str
+        Of several topologies in a topology.yaml the one of this name.
+
+    Returns
+    -------
+    NodeNetwork or None
+        None where the text is neither file.
+
+    Raises
+    ------
+    UsageError, TopologyError
+        As `load`.
+
+    Examples
+    --------
+    >>> load_network("SwitchName=leaf Nodes=n[1-2]\\n").nodes
+    (('n1', 'leaf'), ('n2', 'leaf'))
+    """
+    text, where, name, _ = _find(source)
+    if not is_slurm(text):
+        return None
+    try:
+        return parse_slurm(text, name=name, which=which)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
+    """Refuse bandwidths that would silently do nothing."""
+    given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
+    if given:
+        raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
+
+
+def library() -> tuple[str, ...]:
+    """Names of the machines that come with topoplan, sorted.
+
+    Examples
+    --------
+    >>> library()[:4]
+    ('dgx-1p', 'dgx-1v', 'dgx-2', 'dgx-a100')
+    """
+    entries = (entry.name for entry in library_path().iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in entries if name.endswith(".json")))
+
+
+def library_path() -> Traversable:
+    """Folder of the library: package data in a wheel, ``topologies/`` beside the package in a checkout.
+
+    Raises
+    ------
+    UsageError
+        Neither is there: the installation is broken.
+    """
+    packaged = files(topoplan) / "topologies"
+    if packaged.is_dir():
+        return packaged
+    checkout = Path(topoplan.__file__).resolve().parents[1] / "topologies"
+    if checkout.is_dir():
+        return checkout
+    raise UsageError(f"the library of machines is not at {checkout}; install topoplan again")
+
+
+def _unknown(path: str) -> str:
+    names = library()
+    near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return (
+        f"no machine {path[:200]!r} in the library, and no such file; {hint}the library has {', '.join(names)}, "
+        f"and networks by parameters are {', '.join(REGULAR_NETWORK_FORMS)}"
+    )
+
+
+def read_text(
+    path: str, give: str = "give another file", *, decode: Callable[[bytes], str] | None = None
+) -> str:
+    """The text of a file, or of stdin for ``-``; ``give`` ends the message where it cannot be read.
+
+    ``decode`` is `decode_text` where it is None.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read.
+    TopologyError
+        Its content is no text.
+    """
+    where = "stdin" if path == "-" else path
+    if path == "-" and sys.stdin is None:
+        raise UsageError("stdin is closed; give a file")
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}; {give}"
+        ) from None
+    try:
+        return (decode or decode_text)(content)
+    except TopologyError as error:
+        raise TopologyError(f"{where}: {error}") from None
+
+
+def decode_text(content: bytes) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with its mark.
+
+    Raises
+    ------
+    TopologyError
+        The content is no text.
+
+    Examples
+    --------
+    >>> decode_text(b"\\xff\\xfeX\\x00")
+    'X'
+    """
+    mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
+    try:
+        text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise TopologyError(f"the content is binary, not text; give {_FORMATS}")
+    return text
+
+
+def decode_log(content: bytes) -> str:
+    """Return the text of a log, as `decode_text`, but with stray bytes replaced and runs of NUL taken out.
+
+    Processes that write at once leave cut characters, rotation and shared file systems leave NULs, and PowerShell may
+    write UTF-16 without a mark.
+
+    Raises
+    ------
+    TopologyError
+        More than one byte in ten is none of a text.
+
+    Examples
+    --------
+    >>> decode_log(b"a\\0\\0\\xffb, and many other letters"), decode_log("n1".encode("utf-16-le"))
+    ('a\ufffdb, and many other letters', 'n1')
+    """
+    try:
+        return decode_text(content)
+    except TopologyError as error:
+        for place, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+            half = content[place::2]
+            if half and half.count(0) > 0.9 * len(half):
+                return content.decode(encoding, errors="replace").lstrip("\ufeff")
+        text = content.replace(b"\0", b"").decode("utf-8", errors="replace")
+        stray = sum(text.count(chr(code)) for code in (*range(7), 0xFFFD))
+        if not text or stray > len(text) / 10:
+            raise error from None
+        return text
+
+
+def _from_json(text: str, folder: str, single: bool) -> Topology:
+    value = decode_json(text)
+    if not (isinstance(value, dict) and is_cluster(value)):
+        return _checked(value)
+    if single:
+        raise TopologyError("it is a cluster; a server of a cluster must be a single machine")
+
+    def load_machine(name: str, nvlink_gbps: float | None, pcie_gbps: float | None) -> Topology:
+        if name in library():
+            return load(name, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            raise UsageError(_unknown(name))
+        return load_text(
+            read_text(path), name, Path(path).stem, single=True, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
+        )
+
+    def load_tree(name: str) -> NodeNetwork:
+        found = load_network(os.path.join(folder, name))
+        if found is None:
+            raise TopologyError(f"network: {name} is no topology.conf or topology.yaml of Slurm")
+        return found
+
+    return cluster_from_object(value, load_machine, load_tree)
+
+
+def _checked(value: object) -> Topology:
+    """The machine of an object; a switch that nothing is plugged into is refused: a link to it has been forgotten."""
+    topology = topology_from_object(value)
+    linked = {end for link in topology.links for end in (link.src, link.dst)}
+    for device in topology.devices:
+        if device.kind in ("nvswitch", "switch") and device.name not in linked:
+            raise TopologyError(
+                f"{device.name} is a switch without ports: no link names it; add its links, or leave it out"
+            )
+    return without_peer_access(topology)

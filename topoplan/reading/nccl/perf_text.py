@@ -1,0 +1,524 @@
+"""Parse the tables of nccl-tests and of ``topoplan bench``: runs with ranks, rows and warnings.
+
+A run begins with its settings (``# nThread 1 nGpus 8 …``), lists its ranks, and prints a table under a head that
+names the columns, first out of place and then in place; a summary ends it. Columns are found by the names in that
+head, so that versions with other columns are read too. The # marks may be missing (web pages remove them). Prefixes
+of launchers are stripped (`topoplan.reading.nccl.log_lines`), and NCCL's lines between the rows are skipped
+(`topoplan.reading.nccl.debug_log` reads them). rccl-tests prints a JSON object for each row.
+
+The test is the one that a run names itself; else one that is mentioned before it, such as in its command, if the
+columns are those of that test.
+
+Nothing is dropped silently: a malformed row, wrong results, a missing summary and a failed test each leave a warning.
+The meaning of the figures on a machine is not decided here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from topoplan.machine.host import plain_bus_id
+from topoplan.reading.nccl.log_lines import ENDLESS, log_lines, split_label
+from topoplan.units import format_size
+
+PROGRAMS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "alltoall": "alltoall",
+}
+"""The collective of every test that has one here, by the test's name without ``_perf``."""
+
+OTHER_PROGRAMS = ("alltoallv", "sendrecv", "gather", "scatter", "hypercube")
+"""Tests of nccl-tests whose traffic is no collective of a plan."""
+
+_TESTS = "|".join(sorted((*PROGRAMS, *OTHER_PROGRAMS), key=len, reverse=True))
+_TEST = re.compile(rf"({_TESTS})_perf(?![a-zA-Z])")
+_AROUND = "\"'`()[]{}<>,;:=*$|&"
+"""What may stand around the name of a test."""
+
+_LOST_MARK = re.compile(
+    r"\s*(?:nThread \d|Using devices|Rank +\d+ +(?:Group|Pid)|nccl-tests version|Collective test (?:starting|concluded)"
+    r"|size +count +type|\(B\)|out-of-place|in-place|Out of bounds values|Avg bus bandwidth|\w{1,20} of \d+ ranks?, )"
+)
+"""Beginnings of comments, which web pages show without their mark."""
+
+_RANK = re.compile(
+    r"^#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+\[([0-9a-fA-Fx:.]+)\]\s*(.*)$"
+)
+_BENCH = re.compile(r"^#\s*(\w+) of (\d+) ranks?, (\S+)(?: \(\w+\))?(?:, (.+))?, median of \d+$")
+_SUMMARY = re.compile(r"^#\s*(Out of bounds values|Avg bus bandwidth)\s*:\s*(\S+)\s*(\w*)")
+_FAILED = re.compile(
+    r"Test (?:NCCL |CUDA )?failure|Test timeout|: Test (?:NCCL|CUDA) |Invalid number of GPUs"
+)
+_NUMBER = re.compile(r"^[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?$")
+_BLOCK = ("time", "algbw", "busbw", "#wrong")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_WHOLE = ("all_reduce", "broadcast", "reduce", "sendrecv")
+"""Tests whose count is that of the whole buffer; of the others it is that of a rank's part."""
+
+_BYTES = {
+    **dict.fromkeys(("int8", "uint8", "char", "fp8_e4m3", "fp8_e5m2", "f8e4m3", "f8e5m2"), 1),
+    **dict.fromkeys(("half", "float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float", "float32", "int32", "uint32", "int"), 4),
+    **dict.fromkeys(("double", "float64", "int64", "uint64"), 8),
+}
+"""Bytes of an element by the name of its type."""
+
+_STANDARD = ("size", "count", "type", "redop", "root", *_BLOCK, *_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRank:
+    """A rank as a log lists it.
+
+    Parameters
+    ----------
+    rank, group : int
+        Its number among all ranks, and its communicator where a test runs several side by side.
+    host : str
+    device : int or None
+        Number of the GPU for CUDA on that host.
+    busid : str
+        As the kernel writes it; empty where the log has none.
+    model : str
+    name : str
+        The device of a plan, in logs of ``topoplan bench``.
+    """
+
+    rank: int
+    group: int = 0
+    host: str = ""
+    device: int | None = None
+    busid: str = ""
+    model: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measurement of a row.
+
+    Parameters
+    ----------
+    seconds : float
+    algbw, busbw : float
+        GB/s, as printed.
+    wrong : int or None
+        Elements that are not what they must be; None where nobody looked.
+    """
+
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRow:
+    """One size of a run; of out of place and in place at least one was measured.
+
+    Parameters
+    ----------
+    line : int
+        Of the text, from 1; of JSON the place in its list.
+    size : int
+        Bytes as nccl-tests counts them: of the full buffer for allgather, reduce_scatter and alltoall.
+    type, redop : str
+    root : int or None
+        None of tests without a root, which print -1.
+    out_of_place, in_place : Timing or None
+    count : int or None
+        Elements, as printed: of a rank's part in tests that divide the buffer.
+    """
+
+    line: int
+    size: int
+    type: str
+    redop: str
+    root: int | None
+    out_of_place: Timing | None
+    in_place: Timing | None
+    count: int | None = None
+
+    @property
+    def parts(self) -> int | None:
+        """Parts of the buffer, one for each rank, that size over count tells; None where it does not tell any."""
+        part = (self.count or 0) * _BYTES.get(self.type, 0)
+        return self.size // part if part and self.size > part and self.size % part == 0 else None
+
+    @property
+    def timing(self) -> Timing:
+        """Out of place, or in place where that is all there is."""
+        found = self.out_of_place or self.in_place
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PerfRun:
+    """A run of one test.
+
+    Parameters
+    ----------
+    line : int
+        Where it begins.
+    program : str
+        Name of the test without ``_perf``, ``bench`` for ours, empty where the log does not say.
+    collective : str
+        As `topoplan.plan` names it; empty where it is none or unknown.
+    schedule : str
+        What `topoplan bench` says that it ran.
+    stated : int or None
+        Number of ranks that the log states, or lists.
+    ranks : tuple of LoggedRank
+    rows : tuple of LoggedRow
+    warnings : tuple of str
+    """
+
+    line: int
+    program: str
+    collective: str
+    schedule: str
+    stated: int | None
+    ranks: tuple[LoggedRank, ...]
+    rows: tuple[LoggedRow, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class OpenRun:
+    """A run while it is read."""
+
+    line: int
+    program: str = ""
+    collective: str = ""
+    schedule: str = ""
+    stated: int | None = None
+    ranks: list[LoggedRank] = field(default_factory=list)
+    rows: list[LoggedRow] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    columns: list[str] | None = None
+    summaries: int = 0
+    began: bool = False
+    mentioned: tuple[str, ...] = ()
+    in_place_only: bool = False
+
+    @property
+    def is_bench(self) -> bool:
+        return self.program == "bench"
+
+    def _name(self) -> None:
+        """Take the test that is mentioned before the run, if the columns can be those of this one alone."""
+        fitting = [name for name in self.mentioned if columns_fit(self.rows, name)]
+        if len(fitting) == 1:
+            self.program = fitting[0]
+        elif self.mentioned and self.rows:
+            self.warnings.append(
+                f"line {self.line}: before the run stands {' and '.join(f'{name}_perf' for name in self.mentioned)}, "
+                + (
+                    "so the log does not say which one it is"
+                    if fitting
+                    else "and its columns are those of another test"
+                )
+            )
+
+    def closed(self) -> PerfRun:
+        if not self.program:
+            self._name()
+        self.collective = self.collective or PROGRAMS.get(self.program, "")
+        if (
+            self.rows
+            and not self.is_bench
+            and not self.summaries
+            and not any("failed" in w for w in self.warnings)
+        ):
+            self.warnings.append(
+                f"the run from line {self.line} ends without its summary: it is cut, or it died after "
+                f"{format_size(self.rows[-1].size)}"
+            )
+        if not self.rows and not self.warnings:
+            self.warnings.append(
+                f"the run from line {self.line} has no row: it is cut, or it died before the first"
+            )
+        stated = self.stated or (len({rank.rank for rank in self.ranks}) or None)
+        return PerfRun(
+            self.line,
+            self.program,
+            self.collective,
+            self.schedule,
+            stated,
+            tuple(self.ranks),
+            tuple(self.rows),
+            tuple(self.warnings),
+        )
+
+
+def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
+    """All runs in a text, in its order; none where the text is no such log.
+
+    Examples
+    --------
+    >>> log = '''# nThread 1 nGpus 2 minBytes 1048576 maxBytes 1048576 step: 2(factor)
+    ... # Using devices
+    ... #  Rank  0 Group  0 Pid   7 on  node1 device  0 [0000:07:00] NVIDIA A100
+    ... #  Rank  1 Group  0 Pid   7 on  node1 device  1 [0000:0f:00] NVIDIA A100
+    ... #     size     count   type  redop   root   time  algbw  busbw #wrong   time  algbw  busbw #wrong
+    ...    1048576    262144  float    sum     -1  20.00  52.43  52.43      0  19.50  53.77  53.77      0
+    ... # Out of bounds values : 0 OK
+    ... '''
+    >>> run, = parse_perf_text(log)
+    >>> run.stated, [(row.size, row.timing.algbw, row.in_place.wrong) for row in run.rows], run.warnings
+    (2, [(1048576, 52.43, 0)], ())
+    """
+    runs: list[OpenRun] = []
+    named: list[str] = []
+    for number, raw in log_lines(text):
+        if "NCCL INFO" in raw or "NCCL WARN" in raw or not raw.strip():
+            continue
+        if ENDLESS.search(raw):
+            if runs:
+                runs[-1].warnings.append(f"line {number}: it has a number of 25 digits or more; left out")
+            continue
+        if _FAILED.search(raw):
+            if not runs:
+                runs.append(OpenRun(number))
+            runs[-1].warnings.append(f"line {number}: the test failed: {' '.join(raw[:400].split())[:120]}")
+            continue
+        _, line = split_label(raw.rstrip())
+        if _LOST_MARK.match(line):
+            line = f"# {line.lstrip()}"
+        if line.lstrip().startswith("{"):
+            _json_row(runs, number, line)
+        elif not line.startswith("#"):
+            _plain_line(runs, number, line, named)
+        else:
+            begins = _begins(runs, line)
+            if begins or not runs:
+                runs.append(OpenRun(number, began=begins))
+            _comment(runs[-1], number, line, named)
+    meant = [run for run in runs if run.began or run.rows or run.warnings or run.ranks or run.columns]
+    for run in meant:
+        if not run.columns and not run.mentioned:
+            run.mentioned = tuple(dict.fromkeys(named))
+    return tuple(run.closed() for run in meant)
+
+
+def columns_fit(rows: Sequence[LoggedRow], test: str) -> bool:
+    """Whether rows can be those of a test: by reduction, root, and whether it divides the buffer."""
+    return all(
+        (not row.redop or (row.redop != "none") == (test in _REDUCING))
+        and (row.root is not None) == (test in _ROOTED)
+        and (row.parts is None or test not in _WHOLE)
+        for row in rows
+    )
+
+
+def named_tests(words: str) -> list[str]:
+    """Return the tests that a command or a line names, in its order, by the programs alone and not by their folders.
+
+    Examples
+    --------
+    >>> named_tests("mpirun -np 8 /opt/all_reduce_perf_runs/build/all_gather_perf_mpi -b 8")
+    ['all_gather']
+    """
+    if "_perf" not in words:
+        return []
+    programs = (token.strip(_AROUND).rsplit("/", 1)[-1] for token in words.split() if "_perf" in token)
+    return [found[1] for found in map(_TEST.match, programs) if found]
+
+
+def _begins(runs: Sequence[OpenRun], line: str) -> bool:
+    """Whether a comment is the first line of a run."""
+    if _BENCH.match(line):
+        return True
+    first = re.match(r"#\s*(nccl-tests version|Collective test starting|nThread |Using devices)", line)
+    if first is None:
+        return False
+    if not runs:
+        return True
+    last = runs[-1]
+    return bool(
+        last.rows or last.summaries or last.ranks or last.columns or any("failed" in w for w in last.warnings)
+    )
+
+
+def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
+    """Take what a line that begins with # says; tests that are named so far are those of the next table."""
+    bench, rank, summary = _BENCH.match(line), _RANK.match(line), _SUMMARY.match(line)
+    tests = named_tests(line)
+    if bench:
+        run.program, run.stated, run.schedule = "bench", int(bench[2]), bench[4] or "plan"
+        run.collective = bench[1] if bench[1] in PROGRAMS.values() else ""
+    elif tests and "starting" in line:
+        run.program = tests[0]
+        named.clear()
+    elif rank:
+        run.ranks.append(
+            LoggedRank(
+                int(rank[1]),
+                int(rank[2] or 0),
+                rank[3],
+                int(rank[4]),
+                short_bus_id(rank[5]),
+                rank[6].strip(),
+            )
+        )
+    elif summary:
+        run.summaries += 1
+        if summary[3] == "FAILED":
+            run.warnings.append(f"line {number}: nccl-tests says {summary[1]} : {summary[2]} FAILED")
+    elif " algbw" in line and " size" in line:
+        columns = line.lstrip("#").split()
+        first = next((place for place, name in enumerate(columns) if name.endswith("time")), 0)
+        if "size" in columns[:first]:
+            run.columns = columns
+            if not run.program:
+                run.mentioned = tuple(dict.fromkeys(named))
+            named.clear()
+    elif "in-place" in line and "out-of-place" not in line:
+        run.in_place_only = True
+    else:
+        named += tests
+
+
+def short_bus_id(text: str) -> str:
+    """A bus id as tests print it, in older ones only ``0x07``, as the kernel writes it."""
+    return plain_bus_id(text if ":" in text else f"0000:{text.removeprefix('0x').lower():0>2}:00.0")
+
+
+def _plain_line(runs: list[OpenRun], number: int, line: str, named: list[str]) -> None:
+    """Take a line that is no comment: a row, or a command that names the test of a run."""
+    tokens = line.split()
+    if not tokens or not tokens[0].isdecimal():
+        named += named_tests(line)
+        return
+    if (runs and (runs[-1].columns or runs[-1].ranks)) or len(tokens) >= 8:
+        if not runs:
+            runs.append(OpenRun(number))
+        _row(runs[-1], number, line)
+
+
+_RCCL_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
+"""Tests by the names that rccl-tests gives its rows, in small letters, where they differ."""
+
+
+def _json_row(runs: list[OpenRun], number: int, line: str) -> None:
+    """Take a row of rccl-tests, an object for each place of a size; runs differ in test, operation, type or ranks."""
+    if '"busBw"' not in line and '"algBw"' not in line:
+        return
+    try:
+        value = json.loads(line)
+        name = str(value["name"]).lower().replace("_", "")
+        size, inside = int(value["size"]), str(value.get("inPlace", "0")) in ("1", "true", "True")
+        ranks = int(value.get("ranks") or 0) or int(value.get("gpus") or 0) or None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        if not runs:
+            runs.append(OpenRun(number))
+        runs[-1].warnings.append(
+            f"line {number}: the JSON of a row is cut or lacks a key ({str(error)[:60]}); left out"
+        )
+        return
+    test, kind = _RCCL_NAMES.get(name, name), (str(value.get("type", "")), str(value.get("redop", "")))
+    last = runs[-1] if runs else None
+    same = last and last.rows and (last.program, last.stated) == (test, ranks)
+    if last is None or not same or (last.rows[-1].type, last.rows[-1].redop) != kind:
+        last = OpenRun(number, program=test, stated=ranks, began=True, summaries=1)
+        runs.append(last)
+    known = {key: str(value.get(key)) for key in ("time", "algBw", "busBw")}
+    known |= {"#wrong": str(value.get("#wrong", value.get("wrong", "N/A")))}
+    timing = timing_of(last, number, str(size), {key.lower(): text for key, text in known.items()})
+    if timing is None or not 0 <= size < 1 << 63:
+        return
+    places = (None, timing) if inside else (timing, None)
+    before = last.rows[-1] if last.rows else None
+    if inside and before and (before.size, before.in_place) == (size, None):
+        last.rows[-1] = replace(before, in_place=timing)
+    else:
+        last.rows.append(LoggedRow(number, size, *kind, None, *places))
+
+
+def _row(run: OpenRun, number: int, line: str) -> None:
+    """Add a row to a run, or a warning why there is none."""
+    columns = run.columns or list(_STANDARD)
+    head = next((place for place, name in enumerate(columns) if name.endswith("time")), len(columns))
+    blocks = [place for place, name in enumerate(columns) if name.endswith("time")]
+    width = (blocks[1] if len(blocks) > 1 else _end(columns)) - head
+    values = line.split()
+    if columns[-1] == "timestamp":
+        columns, values = columns[:-1], values[:-2] if re.match(r"\d+:\d+", values[-1]) else values
+    # a test that ran in place only leaves the columns of out of place blank
+    alone = len(blocks) > 1 and len(values) == head + width and re.search(r"\S {24,}\S", line) is not None
+    if len(values) != len(columns) and not alone:
+        what = "is cut" if len(values) < len(columns) else "has more columns than its head"
+        run.warnings.append(
+            f"line {number}: the row of {_size_words(line.split()[0])} {what} ({len(values)} of {len(columns)}); left "
+            "out"
+        )
+        return
+    fixed = dict(zip(columns[:head], values[:head], strict=False))
+    if not fixed["size"].isdecimal():
+        run.warnings.append(f"line {number}: {fixed['size'][:20]!r} is not a number of bytes; left out")
+        return
+    placed: list[Timing | None] = []
+    for start in [head] if alone or len(blocks) == 1 else blocks[:2]:
+        known = dict(zip(columns[start : start + width], values[start : start + width], strict=False))
+        placed.append(timing_of(run, number, fixed["size"], known))
+    alone = alone or (run.in_place_only and len(placed) == 1)
+    out_of_place, in_place = (None, placed[0]) if alone else (placed[0], placed[1] if placed[1:] else None)
+    if out_of_place is None and in_place is None:
+        return
+    root, count = fixed.get("root", ""), fixed.get("count", "")
+    run.rows.append(
+        LoggedRow(
+            number,
+            int(fixed["size"]),
+            fixed.get("type", ""),
+            fixed.get("redop", ""),
+            int(root) if root.isdecimal() else None,
+            out_of_place,
+            in_place,
+            int(count) if count.isdecimal() else None,
+        )
+    )
+
+
+def _end(columns: Sequence[str]) -> int:
+    """Where the only block of a table ends: ``topoplan bench --paced`` has the model's time behind it."""
+    return next((place for place, name in enumerate(columns) if name == "model"), len(columns))
+
+
+def timing_of(run: OpenRun, number: int, size: str, known: Mapping[str, str]) -> Timing | None:
+    """The measurement in a block of columns; None, and a warning, where a figure is none."""
+    figures = [
+        next((text for name, text in known.items() if name.endswith(key)), "")
+        for key in ("time", "algbw", "busbw")
+    ]
+    if not all(_NUMBER.match(text) and math.isfinite(float(text)) for text in figures) or not float(
+        figures[0]
+    ):
+        run.warnings.append(
+            f"line {number}: {_size_words(size)}: {' '.join(figures)} is no time and bandwidths; left out"
+        )
+        return None
+    stated = next((known[name] for name in ("#wrong", "wrong") if name in known), "N/A")
+    wrong = int(float(stated)) if _NUMBER.match(stated) and math.isfinite(float(stated)) else None
+    if wrong:
+        run.warnings.append(
+            f"line {number}: {_size_words(size)}: {wrong} wrong elements, so its time tells nothing"
+        )
+    elif wrong is None and stated != "N/A":
+        run.warnings.append(f"line {number}: {_size_words(size)}: {stated!r} is no number of wrong elements")
+    seconds, algbw, busbw = (float(text) for text in figures)
+    return Timing(seconds * 1e-6, algbw, busbw, wrong)
+
+
+def _size_words(text: str) -> str:
+    return format_size(int(text)) if text.isdecimal() and len(text) < 20 else text[:20]

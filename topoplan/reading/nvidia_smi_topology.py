@@ -1,0 +1,506 @@
+"""Convert ``nvidia-smi topo -m`` text to a Topology: NVLinks, PCIe tree, and assumptions.
+
+The text states link counts and distances, no bandwidth. `nvidia_smi_matrix` reads the table, `read_nvlinks` tells
+direct links from a switch and guesses the GPU generation, `pcie_tree` recovers switches and CPUs; bandwidths are
+added here.
+
+A cell NV# counts the links that join a pair, but behind an NVSwitch all pairs of a GPU share the same links. So the
+rule: if the NV# of some row add up to more links than any GPU has (18), the machine is switched, and a GPU has as
+many links as the largest NV# of its row. Otherwise every cell is a bundle of its own. The matrix does not name GPUs.
+If the report around it does, bandwidths are of that generation, and no GPU has more links than it; else the first
+generation that fits is taken:
+
+1. direct, every NV# is 1, three or more in some row: P100 (a V100 of a DGX-1 has two such neighbours only);
+2. direct, pairs of NV4 and nothing else: the bridge of RTX 30 and A6000 cards;
+3. the first of V100, A100, H100 whose 6, 12, 18 links suffice for the largest row (switched: the largest
+   NV#).
+
+Reports that name GPUs: ``collect_env`` of torch and vLLM and ``nvidia-smi -L`` (``GPU 0: NVIDIA H100 80GB HBM3``),
+``check_env`` of sglang (``GPU 0,1,2,3: NVIDIA GB200``), the table of plain ``nvidia-smi``, the product names of
+``nvidia-smi -q``, and ``GPU type:`` of accelerate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from topoplan.machine.hardware import (
+    A100,
+    GA102,
+    H100,
+    MOST_LINKS,
+    P100,
+    UNKNOWN,
+    V100,
+    GpuGeneration,
+    checked_rate,
+)
+from topoplan.machine.host_topology import both_ways, cpus_of, host_links
+from topoplan.machine.notes import Note, listed, warning
+from topoplan.machine.routing import without_peer_access
+from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
+from topoplan.reading.nvlink_status import generation
+from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
+from topoplan.units import counted, several
+
+_LONGEST_LINE = 300
+"""Characters of the longest line that may hold a name."""
+
+_LISTED = re.compile(
+    r"(?:[^:]{0,60}:)?\s*GPU (\d{1,3}(?:,\s?\d{1,3})*)\s*:\s*([A-Za-z][^:]*?)\s*(?:\(UUID:.*)?", re.IGNORECASE
+)
+_ROW = re.compile(
+    r"\|\s*(\d{1,3})\s+([A-Za-z]\S*(?: \S+)*)\s+(?:(?:On|Off|N/A|WDDM|TCC|MCDM)\s*)?"
+    r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
+)
+_PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*?)\s*")
+_ALL_ALIKE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
+
+
+def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
+    """Read the names of GPUs by number, and a name that holds for all of them.
+
+    Both are empty where the text states none; a GPU that is named twice keeps its first name.
+
+    Examples
+    --------
+    >>> read_gpu_names("Python: 3.12\\nGPU 0,1: NVIDIA GB200\\nGPU 0,1 Compute Capability: 10.0\\n")
+    ({0: 'NVIDIA GB200', 1: 'NVIDIA GB200'}, '')
+    >>> read_gpu_names("|   0  Tesla V100-SXM2...  On   | 00000000:06:00.0 Off |    0 |")
+    ({0: 'Tesla V100-SXM2...'}, '')
+    """
+    names: dict[int, str] = {}
+    every = ""
+    products = 0
+    for line in text.splitlines():
+        if len(line) > _LONGEST_LINE or line.lstrip().startswith("#"):
+            continue
+        numbers: tuple[str, ...] = ()
+        name = ""
+        if "GPU" in line and (found := _LISTED.fullmatch(line)):
+            numbers, name = tuple(found[1].split(",")), found[2]
+        elif "|" in line and (found := _ROW.fullmatch(line.strip())):
+            numbers, name = (found[1],), found[2]
+        elif found := _PRODUCT_NAME.fullmatch(line):
+            numbers, name = (str(products),), found[1]
+            products += 1
+        elif found := _ALL_ALIKE.fullmatch(line):
+            every = every or found[1]
+        for number in numbers:
+            names.setdefault(int(number), name.strip())
+    return names, every
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGpus:
+    """What a report says of the GPUs of a matrix.
+
+    Parameters
+    ----------
+    models : mapping of str to str
+        Name by column; empty where the report names none, or does not say which column a name belongs to.
+    generation : GpuGeneration or None
+        Of the GPUs; of several the one with the slowest PCIe link. None where it is not known.
+    notes : tuple of str
+        Names that are not used.
+    """
+
+    models: Mapping[str, str]
+    generation: GpuGeneration | None = None
+    notes: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        """The names, each once, for a note."""
+        return listed(dict.fromkeys(self.models.values()), noun="names")
+
+
+def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> NamedGpus:
+    """Match the names in a report to the columns of its matrix.
+
+    Parameters
+    ----------
+    text : str
+        The report.
+    gpus : sequence of str
+        Columns, such as ``GPU0``.
+    links : mapping of str to int
+        NVLinks that a GPU has at least by the matrix: a name of GPUs that have fewer is of another machine.
+
+    Examples
+    --------
+    >>> found = name_gpus("GPU 0: NVIDIA H100 80GB HBM3\\nGPU 1: NVIDIA H100 80GB HBM3", ["GPU0", "GPU1"], {})
+    >>> found.models["GPU1"], found.generation.name
+    ('NVIDIA H100 80GB HBM3', 'H100')
+    """
+    names, every = read_gpu_names(text)
+    kinds = set(names.values()) or ({every} if every else set())
+    if not kinds:
+        return NamedGpus({})
+    if len(kinds) == 1:
+        models = dict.fromkeys(gpus, next(iter(kinds)))
+    elif all(int(gpu[3:]) in names for gpu in gpus):
+        models = {gpu: names[int(gpu[3:])] for gpu in gpus}
+    else:
+        missing = listed(gpu for gpu in gpus if int(gpu[3:]) not in names)
+        return NamedGpus(
+            {}, None, (f"the text names {len(names)} GPUs, and not {missing}; names are not used",)
+        )
+    made = {gpu: generation(model) for gpu, model in models.items()}
+    few = [gpu for gpu, one in made.items() if one is not None and 0 < one.links < links.get(gpu, 0)]
+    if few:
+        model, most = models[few[0]], links[few[0]]
+        return NamedGpus(
+            {},
+            None,
+            (
+                warning(
+                    f"the text names {model}, which has fewer NVLinks than the {most} of {few[0].lower()} in the "
+                    "matrix; the name is not used"
+                ),
+            ),
+        )
+    known = [one for one in made.values() if one is not None]
+    if len(known) < len(made):
+        return NamedGpus(models)
+    return NamedGpus(models, min(known, key=lambda one: (one.pcie, one.nvlink)))
+
+
+_SERVER = "s0"
+
+
+def parse_nvidia_smi(
+    text: str,
+    *,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
+) -> Topology:
+    """Read the matrix that ``nvidia-smi topo -m`` prints.
+
+    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>``. An NVSwitch machine gets one ``nvswitch0`` for all
+    switch chips, since hardware stripes every transfer over them. What the matrix tells beside its links stays as
+    facts: adapters of NICs, host bridges where PHB and NODE tell them apart, CPU and NUMA affinity.
+
+    Parameters
+    ----------
+    text : str
+        The output; lines that begin with # are skipped.
+    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
+        GB/s per direction of one NVLink, of one PCIe link and between CPUs, in place of what is assumed.
+
+    Returns
+    -------
+    Topology
+        Its ``notes`` say what the text does not state and was assumed.
+
+    Raises
+    ------
+    TopologyError
+        The text is no such matrix, or is ragged or asymmetric; the message names row, column and value.
+    UsageError
+        A bandwidth is not a finite number above zero.
+
+    Examples
+    --------
+    >>> machine = parse_nvidia_smi("       GPU0  GPU1\\nGPU0   X    NV2\\nGPU1  NV2    X", nvlink_gbps=22)
+    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
+    [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
+    """
+    nvlink_given = checked_rate("--nvlink-gbps", nvlink_gbps)
+    pcie_given = checked_rate("--pcie-gbps", pcie_gbps)
+    socket_given = checked_rate("--socket-gbps", socket_gbps)
+    matrix = read_matrix(text)
+    rows = {gpu: max((matrix.nvlinks(gpu, other) for other in matrix.gpus), default=0) for gpu in matrix.gpus}
+    named = name_gpus(text, matrix.gpus, rows)
+    nvlinks = read_nvlinks(matrix, named.generation)
+    names = {name: name.lower() for name in matrix.gpus} | {
+        name: f"nic{i}" for i, name in enumerate(matrix.nics)
+    }
+    tree = infer_pcie_tree(
+        list(names.values()),
+        {
+            (names[first], names[second]): CODES.index(code)
+            for first, second in combinations(names, 2)
+            if (code := matrix.codes.get((first, second))) in CODES
+        },
+        affinity={names[gpu]: cpus for gpu, cpus in matrix.affinity.items()},
+    )
+    generation = nvlinks.generation
+    nvlink = nvlink_given or generation.nvlink
+    pcie = pcie_given or generation.pcie
+    socket = socket_given or generation.socket
+    notes: list[str] = [*matrix.notes, *named.notes, *nvlinks.notes, *tree.notes]
+    if matrix.cut:
+        notes.insert(
+            0,
+            Note(
+                f"{listed(matrix.cut).lower()}: no row; filled by symmetry, no NVLink where none is stated",
+                "filled in",
+                tuple(name.lower() for name in matrix.cut),
+            ),
+        )
+    if nvlink_given is None and named.generation is not None and nvlinks.any:
+        notes.append(
+            f"the text names {named.words()}: NVLink {nvlink:g} GB/s per link and direction; set --nvlink-gbps"
+        )
+    elif nvlink_given is None and generation is not UNKNOWN and nvlinks.any:
+        other = "; a B200 has 50" if generation is H100 else ""
+        notes.append(
+            f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
+            f"{other}; set --nvlink-gbps"
+        )
+    if pcie_given is None:
+        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
+    if socket_given is None and len(cpus_of(tree.parents)) > 1:
+        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-gbps")
+    machine = Topology(
+        name="nvidia-smi",
+        devices=_devices(matrix, nvlinks, tree, names, named),
+        links=(
+            *_nvlink_links(nvlinks, names, nvlink),
+            *host_links(tree.parents, pcie=pcie, socket=socket),
+        ),
+        notes=tuple(notes),
+        source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",
+    )
+    refused = {
+        (names[first], names[second]): code
+        for first, second in combinations(matrix.gpus, 2)
+        if {code := matrix.access.get((first, second), "U"), matrix.access.get((second, first), "U")}
+        <= set(_REFUSED)
+    }
+    return with_refused_access(machine, refused) if refused else machine
+
+
+_REFUSED = {
+    "CNS": "chipset not supported",
+    "GNS": "GPU not supported",
+    "TNS": "topology not supported",
+    "NS": "not supported",
+    "DR": "disabled by regkey",
+}
+"""Why ``nvidia-smi topo -p2p`` says that a pair has no access."""
+
+
+def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str]) -> Topology:
+    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints.
+
+    NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
+    is staged where no GPU has access; where only some pairs have none, a note names them.
+
+    Parameters
+    ----------
+    machine : Topology
+    refused : mapping of (str, str) to str
+        Each pair once, with its code.
+
+    Examples
+    --------
+    >>> pair = parse_nvidia_smi("     GPU0 GPU1\\nGPU0  X   NV2\\nGPU1 NV2   X", nvlink_gbps=25, pcie_gbps=12)
+    >>> bare = with_refused_access(pair, {("gpu0", "gpu1"): "DR"})
+    >>> [link.channel for link in bare.links if "gpu" in link.src and "gpu" in link.dst], bare.notes[-2]
+    ([], 'warning: gpu0-gpu1: access over NVLink is refused (disabled by regkey), 2 NVLinks are left out')
+    """
+    gone: set[tuple[str, str]] = set()
+    notes: list[str] = []
+    wires = {(link.src, link.dst): link for link in machine.links if link.channel == "nvlink"}
+    switches = {device.name for device in machine.devices if device.kind == "nvswitch"}
+    switched = {src for src, dst in wires if dst in switches}
+    over_pcie: dict[str, list[str]] = {}
+    peers: dict[str, set[str]] = {}
+    for (first, second), code in refused.items():
+        peers.setdefault(first, set()).add(second)
+        peers.setdefault(second, set()).add(first)
+        if (first, second) in wires:
+            gone |= {(first, second), (second, first)}
+            count = counted(wires[first, second].count, "NVLink")
+            notes.append(
+                warning(
+                    f"{first}-{second}: access over NVLink is refused ({_REFUSED[code]}), {count} "
+                    f"{'is' if count.startswith('1 ') else 'are'} left out"
+                )
+            )
+        elif not {first, second} <= switched:
+            over_pcie.setdefault(_REFUSED[code], []).append(f"{first}-{second}")
+    barred = {gpu for gpu, others in peers.items() if len(others) == len(machine.gpus) - 1}
+    for gpu in [name for name in machine.gpus if name in switched & peers.keys()]:
+        there = peers[gpu] & switched
+        if len(there) == len(switched) - 1:
+            gone |= {ends for ends in wires if gpu in ends}
+            notes.append(
+                warning(
+                    f"{gpu}: access over NVLink is refused to every GPU at the switch; its NVLinks are left out (is "
+                    "the fabric manager running?)"
+                )
+            )
+        elif there:
+            names = listed(name for name in machine.gpus if name in there)
+            notes.append(
+                warning(f"{gpu}: access over NVLink is refused to {names}; the plan may use it all the same")
+            )
+    if len(barred) < len(machine.gpus):
+        notes += [
+            f"access over PCIe is refused ({reason}) between {listed(pairs, noun='pairs')}; copies there go through "
+            "the host's memory"
+            for reason, pairs in over_pcie.items()
+        ]
+    elif not wires and set(refused.values()) == {"NS"}:
+        notes.append(warning("NS in a listing of topo -p2p n speaks of NVLink alone; give topo -p2p r"))
+    devices = tuple(
+        replace(device, facts=facts(**{**dict(device.facts), "peer_access": "none"}))
+        if device.name in barred
+        else device
+        for device in machine.devices
+    )
+    links = tuple(
+        link for link in machine.links if link.channel != "nvlink" or (link.src, link.dst) not in gone
+    )
+    return without_peer_access(replace(machine, devices=devices, links=links, notes=(*notes, *machine.notes)))
+
+
+def _devices(
+    matrix: ConnectionMatrix, nvlinks: MatrixNvlinks, tree: PcieTree, names: dict[str, str], named: NamedGpus
+) -> tuple[Device, ...]:
+    affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
+    nodes = {names[gpu]: numa for gpu, numa in matrix.numa.items() if re.fullmatch(r"\d{1,4}", numa)}
+    several = {names[gpu]: numa for gpu, numa in matrix.numa.items() if names[gpu] not in nodes}
+    affinity_of, node_of = _of_cpus(tree, affinity), _of_cpus(tree, nodes)
+    gpus = []
+    for gpu in matrix.gpus:
+        name, model = names[gpu], named.models.get(gpu, "")
+        known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
+        if tree.root(name) not in affinity_of:
+            known["cpus"] = affinity.get(name)
+        numa = _number(nodes.get(name))
+        gpus.append(Device(name, "gpu", _SERVER, model=model, numa=numa, facts=facts(**known)))
+    switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
+    inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
+    cpus = [
+        Device(name, "cpu", _SERVER, numa=_number(node_of.get(name)), facts=facts(cpus=affinity_of.get(name)))
+        for name in cpus_of(tree.parents)
+    ]
+    return (*gpus, *switch, *inner, *cpus, *(_nic(nic, matrix, tree, names) for nic in matrix.nics))
+
+
+def _nic(nic: str, matrix: ConnectionMatrix, tree: PcieTree, names: dict[str, str]) -> Device:
+    """Newer drivers head the columns NIC0, NIC1, ... and name the adapters in a legend, older ones put them there."""
+    adapter = matrix.hardware.get(nic, "" if re.fullmatch(r"NIC\d+", nic) else nic)
+    known = facts(adapter=adapter, host_bridge=tree.bridges.get(names[nic]))
+    return Device(names[nic], "nic", _SERVER, facts=known)
+
+
+def _of_cpus(tree: PcieTree, stated: Mapping[str, str]) -> dict[str, str]:
+    """Affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+
+    A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
+    """
+    found: dict[str, set[str]] = {}
+    for gpu, text in stated.items():
+        found.setdefault(tree.root(gpu), set()).add(text)
+    homes = Counter(text for texts in found.values() for text in texts)
+    return {cpu: text for cpu, texts in found.items() for text in texts if len(texts) == homes[text] == 1}
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _nvlink_links(nvlinks: MatrixNvlinks, names: dict[str, str], per_link: float) -> tuple[Link, ...]:
+    wires = [(names[first], names[second], count) for (first, second), count in nvlinks.direct.items()]
+    wires += [(names[gpu], "nvswitch0", count) for gpu, count in nvlinks.to_switch.items()]
+    return tuple(
+        link
+        for first, second, count in wires
+        for link in both_ways(first, second, "nvlink", several(count, per_link), count=count)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixNvlinks:
+    """NVLinks of a machine.
+
+    Parameters
+    ----------
+    switched : bool
+        GPUs are joined by an NVSwitch.
+    direct : dict of (str, str) to int
+        Links of each pair, each pair once; empty if switched.
+    to_switch : dict of str to int
+        Links of each GPU to the switch; empty if direct.
+    generation : GpuGeneration
+        Assumed GPU.
+    notes : tuple of str
+        What was assumed, other than bandwidths.
+    """
+
+    switched: bool
+    direct: dict[tuple[str, str], int]
+    to_switch: dict[str, int]
+    generation: GpuGeneration
+    notes: tuple[str, ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is an NVLink."""
+        return bool(self.direct or self.to_switch)
+
+
+def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -> MatrixNvlinks:
+    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs where it is known.
+
+    Examples
+    --------
+    >>> from topoplan.reading.nvidia_smi_matrix import read_matrix
+    >>> row = "       GPU0 GPU1 GPU2 GPU3"
+    >>> four = [" ".join([f"GPU{i}"] + ["X" if i == j else "NV12" for j in range(4)]) for i in range(4)]
+    >>> read_nvlinks(read_matrix("\\n".join([row, *four]))).to_switch
+    {'GPU0': 12, 'GPU1': 12, 'GPU2': 12, 'GPU3': 12}
+    """
+    rows = {gpu: [matrix.nvlinks(gpu, other) for other in matrix.gpus if other != gpu] for gpu in matrix.gpus}
+    counts = sorted({count for row in rows.values() for count in row if count})
+    largest_row = max((sum(row) for row in rows.values()), default=0)
+    notes = []
+    most = named.links if named and named.links else MOST_LINKS
+    if largest_row > most:
+        to_switch = {gpu: max(row) for gpu, row in rows.items() if any(row)}
+        bare = [gpu for gpu in matrix.gpus if gpu not in to_switch]
+        notes.append(
+            f"NV# of a row add up to {largest_row} links, more than the {most} that a GPU has at most: "
+            f"an NVSwitch, with {counts[-1]} links per GPU"
+        )
+        if bare:
+            notes.append(f"{listed(bare).lower()}: no NVLink to the switch")
+        return MatrixNvlinks(True, {}, to_switch, named or _smallest(counts[-1]), tuple(notes))
+    direct = {
+        (first, second): count
+        for i, first in enumerate(matrix.gpus)
+        for second in matrix.gpus[i + 1 :]
+        if (count := matrix.nvlinks(first, second))
+    }
+    most_peers = max(sum(map(bool, row)) for row in rows.values())
+    if named is not None:
+        return MatrixNvlinks(False, direct, {}, named, ())
+    if not counts:
+        generation = UNKNOWN
+    elif counts == [1] and most_peers >= 3:
+        generation = P100
+    elif counts == [4] and most_peers == 1:
+        generation = GA102
+        notes.append("pairs of NV4 read as the bridge of RTX 30 and A6000 cards; an A30 has 25 GB/s per link")
+    else:
+        generation = _smallest(largest_row)
+    if counts == [V100.links] and most_peers in (2, 3):
+        notes.append(
+            f"NV6 to {most_peers} peers read as direct links; "
+            "V100 GPUs of an NVSwitch machine look the same, with 6 links per GPU in all"
+        )
+    return MatrixNvlinks(False, direct, {}, generation, tuple(notes))
+
+
+def _smallest(links: int) -> GpuGeneration:
+    return next((generation for generation in (V100, A100, H100) if generation.links >= links), H100)

@@ -1,0 +1,473 @@
+"""Plan binary trees: double binary trees over the ranks, and NCCL's trees of servers with a chain or a star inside
+each.
+
+Two binary trees carry half of the buffer each, and no rank is an inner node of both (Sanders, Speck and Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). The first numbers its positions in
+order, so odd positions are leaves; the second is its mirror image (even count) or its shift by one (odd count). For
+broadcast and reduce the root is the parent of both roots. A hop without a direct route is relayed along a shortest
+path.
+
+NCCL has such a pair over the servers in each channel (``src/graph/trees.cc``). A chain begins at the GPU of
+`topoplan.schedules.nccl_server_channels`: its first GPU has the server above and the first child below, its second
+GPU the second child, NCCL's balanced tree (``src/graph/connect.cc``). On one server a channel is a chain, at most 16
+of them. A server sends 1 byte over its NICs for each byte of the buffer with two servers, 3/2 with three, 2 with
+more. An NVLS tree has a star in place of the chain, over a switch that copies and adds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, Order, chain_rate
+from topoplan.schedules.nccl_search import chain_choice, chains_from, plan_orders
+from topoplan.schedules.nccl_server_channels import ServerChannels
+from topoplan.schedules.ring import ring
+from topoplan.schedules.ring_forest import shortest_route
+from topoplan.solve.cuts_and_partitions import best_bound
+
+Parents = dict[int, int]
+"""Parent of every rank but the root."""
+
+
+def double_binary_tree(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The double binary tree schedule of a collective.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce, broadcast or reduce.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        auto, nvlink or pcie, as for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, GPU out of range, a root outside the allocation, or a root for allreduce.
+    InfeasibleError
+        The channels do not connect the allocation.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = double_binary_tree(topoplan.load("dgx-2"))
+    >>> plan.trees, plan.height, plan.rate
+    (2, 4, 75.0)
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective, rank = asked.collective, asked.root
+    if collective not in ("allreduce", "broadcast", "reduce"):
+        raise UsageError(
+            f"double binary trees do not do {collective}; use allreduce, broadcast or reduce, or the ring"
+        )
+    fabric = asked.connected(channels)
+    if fabric.size == 1:
+        return trivial_plan(fabric, collective, root=rank, method="double binary tree").timed(
+            time.perf_counter() - started
+        )
+    trees = two_trees(range(fabric.size)) if rank is None else rooted_trees(fabric.size, rank)
+    direct = {(arc.tail, arc.head) for arc in fabric.arcs}
+    relayed = sum((parent, child) not in direct for tree in trees for child, parent in tree.items())
+    made = build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=[
+            Shard(Fraction(1, 2), tuple(_stage(op, tree, fabric) for op in stage_order(collective)))
+            for tree in trees
+        ],
+        certificate=best_bound(fabric, collective, rank),
+        schedule="double binary tree",
+        method="double binary tree",
+        notes=(f"{relayed} tree edges have no direct route and are relayed",) if relayed else (),
+    )
+    return made.timed(time.perf_counter() - started)
+
+
+def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
+    """Two binary trees over the same ranks such that no rank is an inner node of both.
+
+    Examples
+    --------
+    >>> two_trees(range(5))
+    ({0: 1, 1: 3, 2: 1, 4: 3}, {1: 2, 2: 4, 3: 2, 0: 4})
+    """
+    count = len(ranks)
+    first = in_order_tree(count)
+    if count % 2 == 0:
+        second = {count - 1 - child: count - 1 - parent for child, parent in first.items()}
+    else:
+        second = {(child + 1) % count: (parent + 1) % count for child, parent in first.items()}
+    return _named(first, ranks), _named(second, ranks)
+
+
+def rooted_trees(size: int, root: int) -> tuple[Parents, Parents]:
+    """Two trees over ranks 0 to ``size - 1`` from one root: `two_trees` over the others, hung below it."""
+    others = [(root + i) % size for i in range(1, size)]
+    first, second = two_trees(others)
+    tops = [next(rank for rank in others if rank not in tree) for tree in (first, second)]
+    return first | {tops[0]: root}, second | {tops[1]: root}
+
+
+def in_order_tree(count: int) -> Parents:
+    """The binary tree whose in-order numbering is 0 to ``count - 1``, with leaves at even numbers.
+
+    Its height is floor(log2(count)).
+
+    Examples
+    --------
+    >>> in_order_tree(7)
+    {0: 1, 1: 3, 2: 1, 4: 5, 5: 3, 6: 5}
+    """
+    parents = {}
+    for number in range(1, count + 1):
+        level = number & -number
+        parent = (number ^ level) | (level << 1)
+        if parent > count:
+            parent = number ^ level
+        if parent:
+            parents[number - 1] = parent - 1
+    return parents
+
+
+def _named(tree: Parents, ranks: Sequence[int]) -> Parents:
+    return {ranks[child]: ranks[parent] for child, parent in tree.items()}
+
+
+def _stage(op: str, tree: Parents, fabric: Fabric) -> Stage:
+    edges = []
+    for child, parent in sorted(tree.items()):
+        tail, head = (parent, child) if op == "broadcast" else (child, parent)
+        links = shortest_route(fabric, tail, head)
+        route = (fabric.ranks[tail], *(fabric.links[number].dst for number in links))
+        edges.append(
+            Edge(parent, child, route if op == "broadcast" else route[::-1], fabric.channel_of(links))
+        )
+    top = next(parent for parent in sorted(set(tree.values())) if parent not in tree)
+    return Stage(op, top, tuple(edges))
+
+
+TREE, NVLS, NVLS_TREE = "nccl tree", "nvls", "nvls tree"
+"""What their plans say of the schedule."""
+
+
+def nccl_tree(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """NCCL's tree of an allreduce, the only collective that it has it for.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : None
+        An allreduce has none.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, GPU out of range, or a root.
+    InfeasibleError
+        The channels do not connect the allocation.
+
+    Examples
+    --------
+    Three servers of four GPUs with a NIC of 50 GB/s each send 3/2 of the buffer over 200 GB/s of NICs.
+
+    >>> import topoplan
+    >>> plan = nccl_tree(topoplan.nvswitch_cluster(3, gpus=4, nvlink=900, nic=50))
+    >>> round(plan.rate, 3), plan.trees
+    (133.333, 8)
+    """
+    started = time.perf_counter()
+    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "NCCL's tree")
+    if fabric.size == 1:
+        return trivial_plan(fabric, asked.collective, root=None, method=TREE)
+    laid = ServerChannels(fabric)
+    shards = tuple(_trees(laid)) if laid.count else tuple(_chains(laid))
+    return _built(fabric, asked.collective, shards, TREE).timed(time.perf_counter() - started)
+
+
+def nvls(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """NVLS on one server: every GPU has a part of the buffer, which the switch adds for it and copies to all.
+
+    Parameters are those of `nccl_tree`, and allgather and reduce_scatter are done too. What a GPU reads back of its own
+    contribution is left out, as in every plan: N / (N + 1) of the rate is what loads and stores through the switch do.
+
+    Raises
+    ------
+    UsageError
+        Another collective, GPU out of range, or a root.
+    InfeasibleError
+        The GPUs are on several servers, or no switch that copies and adds joins them.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> import topoplan
+    >>> box = topoplan.load("dgx-h100")
+    >>> able = [replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one for one in box.devices]
+    >>> nvls(replace(box, devices=tuple(able))).rate
+    450.0
+    """
+    started = time.perf_counter()
+    known = ("allreduce", "allgather", "reduce_scatter")
+    asked, fabric = _asked(topology, collective, gpus, root, channels, known, "NVLS")
+    if fabric.size == 1:
+        return trivial_plan(fabric, asked.collective, root=None, method=NVLS)
+    laid = ServerChannels(fabric)
+    if laid.count:
+        raise InfeasibleError(
+            f"NVLS joins the GPUs of one server, and these are on {len(laid.members)}; use nvls-tree"
+        )
+    planes = _planes(laid, 0)
+    shards = tuple(
+        Shard(
+            Fraction(1, fabric.size * len(planes)),
+            tuple(
+                Stage(op, owner, tuple(_star(laid, op, owner, range(fabric.size), plane)))
+                for op in stage_order(asked.collective)
+            ),
+        )
+        for owner in range(fabric.size)
+        for plane in planes
+    )
+    return _built(fabric, asked.collective, shards, NVLS).timed(time.perf_counter() - started)
+
+
+def nvls_tree(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """NVLS inside servers and a double binary tree between them; parameters are those of `nccl_tree`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, GPU out of range, or a root.
+    InfeasibleError
+        The GPUs are on one server, or those of some server are not joined by a switch that copies and adds.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> nvls_tree(topoplan.nvswitch_cluster(2))
+    Traceback (most recent call last):
+    topoplan.errors.InfeasibleError: no switch that copies and adds joins the GPUs of s0; use nccl-tree
+    """
+    started = time.perf_counter()
+    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "an NVLS tree")
+    if fabric.size == 1:
+        return trivial_plan(fabric, asked.collective, root=None, method=NVLS_TREE)
+    laid = ServerChannels(fabric)
+    if not laid.count:
+        raise InfeasibleError("an NVLS tree joins servers, and these GPUs are on one; use nvls")
+    shards = tuple(_trees(laid, [_planes(laid, server) for server in range(len(laid.members))]))
+    return _built(fabric, asked.collective, shards, NVLS_TREE).timed(time.perf_counter() - started)
+
+
+Above = dict[int, tuple[int, bool]]
+"""Of every server but the root the server above, and whether it is the second child there."""
+
+
+def server_trees(count: int) -> tuple[Above, Above]:
+    """Both of NCCL's binary trees over so many servers.
+
+    Examples
+    --------
+    >>> server_trees(3)
+    ({1: (2, False), 2: (0, True)}, {2: (0, False), 0: (1, True)})
+    """
+    below = in_order_tree(count - 1)
+    parents = {child + 1: parent + 1 for child, parent in below.items()}
+    parents |= {server: 0 for server in range(1, count) if server not in parents}
+    first = {child: (parent, child > parent) for child, parent in parents.items()}
+    if count % 2:
+        second = {(child + 1) % count: ((up + 1) % count, last) for child, (up, last) in first.items()}
+    else:
+        second = {count - 1 - child: (count - 1 - up, last) for child, (up, last) in first.items()}
+    return first, second
+
+
+def _asked(
+    topology: TopologyLike,
+    collective: str,
+    gpus: Sequence[int] | None,
+    root: int | None,
+    channels: str,
+    known: Sequence[str],
+    what: str,
+) -> tuple[Allocation, Fabric]:
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    if asked.collective not in known:
+        raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
+    return asked, asked.connected(channels)
+
+
+def _built(fabric: Fabric, collective: str, shards: Sequence[Shard], name: str) -> Plan:
+    return build_plan(
+        fabric,
+        collective,
+        root=None,
+        shards=shards,
+        certificate=best_bound(fabric, collective, None),
+        schedule=name,
+        method=name,
+    )
+
+
+def _chains(laid: ServerChannels) -> Iterator[Shard]:
+    """The chains of one server, as many as make them fastest: the fewest of those."""
+    machine, paths = laid.parts[0]
+    try:
+        found = plan_orders(ring(machine))
+    except InfeasibleError:
+        found = None
+    known = list(found.shares) if found else [machine.gpus]
+    # Where every order has a hop without a way of NCCL's, the GPUs follow one another by number, and hops are relayed.
+    chosen = chain_choice(machine, paths, known, MOST_CHANNELS)
+    rates = [chain_rate(paths, Counter(chosen[:count])) for count in range(1, len(chosen) + 1)]
+    counts = Counter(chosen[: rates.index(max(rates)) + 1] if rates else (machine.gpus,))
+    rank = {name: number for number, name in enumerate(machine.gpus)}
+    for order, times in counts.items():
+        share = Fraction(times, counts.total())
+        hops = [(rank[parent], rank[child]) for parent, child in pairwise(order)]
+        yield Shard(
+            share,
+            tuple(
+                Stage(op, rank[order[0]], tuple(laid.inside(op, *hop, share) for hop in hops))
+                for op in stage_order("allreduce")
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A server in a channel: the rank that hangs below the server above, that of the second child, and the edges."""
+
+    first: int
+    second: int
+    hops: tuple[tuple[int, int], ...]
+    plane: str = ""
+
+
+def _trees(laid: ServerChannels, planes: Sequence[Sequence[str]] = ()) -> Iterator[Shard]:
+    """Both trees of every channel; with planes of switches, stars over them in place of chains."""
+    share = Fraction(1, 2 * laid.count)
+    chains = [] if planes else [_server_chains(laid, server) for server in range(len(laid.members))]
+    for channel in range(laid.count):
+        inside = []
+        for server, ranks in enumerate(laid.members):
+            if planes:
+                head = laid.start(server, channel)
+                own = planes[server]
+                spokes = tuple((head, rank) for rank in ranks if rank != head)
+                inside.append(_Inside(head, head, spokes, own[channel % len(own)] if spokes else ""))
+            else:
+                order = chains[server][channel]
+                inside.append(_Inside(order[0], order[min(1, len(order) - 1)], tuple(pairwise(order))))
+        for tree in server_trees(len(inside)):
+            root = next(server for server in range(len(inside)) if server not in tree)
+            stages = (
+                Stage(op, inside[root].first, tuple(_edges(laid, op, inside, tree, share, channel)))
+                for op in stage_order("allreduce")
+            )
+            yield Shard(share, tuple(stages))
+
+
+def _edges(
+    laid: ServerChannels,
+    op: str,
+    inside: Sequence[_Inside],
+    tree: Above,
+    share: Fraction,
+    channel: int,
+) -> Iterator[Edge]:
+    """Edges of a tree: of every server that to the server above, then its own."""
+    for server, one in enumerate(inside):
+        if server in tree:
+            above, last = tree[server]
+            parent = inside[above]
+            at = parent.second if last else parent.first
+            yield laid.between(op, at, one.first, share, channel, parent.first)
+        for hop in one.hops:
+            yield laid.through(op, *hop, one.plane) if one.plane else laid.inside(op, *hop, share)
+
+
+def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:
+    """For every channel the ranks of a server, in the order of its chain."""
+    starts = [laid.start(server, channel) for channel in range(laid.count)]
+    if server not in laid.parts:
+        return [(start,) for start in starts]
+    machine, paths = laid.parts[server]
+    rank = dict(zip(machine.gpus, laid.members[server], strict=True))
+    name = {number: gpu for gpu, number in rank.items()}
+    orders: Sequence[Order] = chains_from(machine, paths, [name[start] for start in starts])
+    return [tuple(rank[gpu] for gpu in order) for order in orders]
+
+
+def _planes(laid: ServerChannels, server: int) -> tuple[str, ...]:
+    """Switches that copy and add and have a link from and to every rank of a server."""
+    fabric, ranks = laid.servers.fabric, laid.members[server]
+    index = fabric.link_index
+    found = tuple(
+        switch
+        for switch in fabric.nodes[fabric.size :]
+        if switch in fabric.copying
+        and switch in fabric.adding
+        and all((fabric.ranks[r], switch) in index and (switch, fabric.ranks[r]) in index for r in ranks)
+    )
+    if not found and len(ranks) > 1:
+        where = laid.servers.names[server]
+        raise InfeasibleError(
+            f"no switch that copies and adds joins the GPUs{f' of {where}' if where else ''}; use nccl-tree"
+        )
+    return found
+
+
+def _star(laid: ServerChannels, op: str, owner: int, ranks: Sequence[int], plane: str) -> Iterator[Edge]:
+    return (laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)

@@ -1,0 +1,441 @@
+"""Plan the schedules with the fewest start-ups: one hop, the lowest tree, one-shot; for small messages.
+
+- One hop: one star for each rank with 1/N of the buffer (allreduce, allgather, reduce-scatter), or the root's star.
+  Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). Two ranks
+  with no route but through a third have no such schedule.
+- Lowest tree: the buffer in one piece along a breadth-first tree of shortest paths; an allreduce takes the root with
+  the shortest way up and down, then the highest rate; a rank hangs below the parent with the least full link.
+- One-shot: every rank sends all it has to all others, and each adds everything up in the order of the senders, so
+  all have the same bits. An exchange is a gather from every rank (`topoplan.plans.shards.Stage`). Between servers it
+  is the middle of three phases: servers add up inside, the owners of a part exchange sums, and each hands the total
+  out inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.loads import forest_rate
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.schedules.sparse_plan import exchanging_servers
+from topoplan.solve.cuts_and_partitions import best_bound
+
+
+def lowest_tree(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The schedule of a collective with the fewest edges one after another, in one piece for each owner.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+    InfeasibleError
+        The channels do not connect the allocation.
+
+    Examples
+    --------
+    The hybrid cube mesh has diameter 2:
+
+    >>> import topoplan
+    >>> plan = lowest_tree(topoplan.load("dgx-1v"))
+    >>> plan.trees, plan.height, plan.rate
+    (1, 2, 25.0)
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=rank, method="lowest tree")
+        return made.timed(time.perf_counter() - started)
+    if collective in ("allgather", "reduce_scatter"):
+        routes, share, steps = LeastLoaded(fabric), Fraction(1, fabric.size), _steps(fabric, collective)
+        shards = [_shard(fabric, steps, owner, routes, share) for owner in range(fabric.size)]
+    else:
+        shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
+    made = build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=shards,
+        certificate=best_bound(fabric, collective, rank),
+        schedule="lowest tree" if len(shards) == 1 else "lowest trees",
+        method="lowest tree",
+    )
+    return made.timed(time.perf_counter() - started)
+
+
+def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
+    """The whole buffer over the trees of the best root: lowest, then fastest, then first."""
+
+    steps = _steps(fabric, collective)
+
+    def depth(root: int) -> int:
+        return sum(max(_depths(onward, root)) for onward in steps.values())
+
+    depths = {root: depth(root) for root in roots}
+    lowest = min(depths.values())
+    routes = LeastLoaded(fabric)
+    shards = [
+        _shard(fabric, steps, root, routes.emptied(), Fraction(1)) for root in roots if depths[root] == lowest
+    ]
+    return max(shards, key=lambda shard: forest_rate([shard], fabric) or 0)
+
+
+Steps = dict[str, list[list[int]]]
+"""For each operation the ranks one hop further from the root than every rank, in the direction of the data."""
+
+
+def _steps(fabric: Fabric, collective: str) -> Steps:
+    steps: Steps = {}
+    for op in stage_order(collective):
+        onward: list[set[int]] = [set() for _ in range(fabric.size)]
+        for arc in fabric.arcs:
+            near, far = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
+            onward[near].add(far)
+        steps[op] = [sorted(each) for each in onward]
+    return steps
+
+
+def _shard(fabric: Fabric, steps: Steps, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
+    return Shard(share, tuple(_stage(op, onward, root, routes, share) for op, onward in steps.items()))
+
+
+def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, share: Fraction) -> Stage:
+    """A tree of shortest paths; ranks with the fewest possible parents choose first."""
+    depth = _depths(onward, root)
+    level: dict[int, list[int]] = {}
+    for parent, children in enumerate(onward):
+        for child in children:
+            if depth[parent] + 1 == depth[child]:
+                level.setdefault(child, []).append(parent)
+    edges: list[Edge] = []
+    for child in sorted(level, key=lambda rank: (depth[rank], len(level[rank]), rank)):
+        edges.append(routes.edge(op, sorted(level[child]), child, share))
+    return Stage(op, root, Stage(op, root, tuple(edges)).top_down())
+
+
+def _depths(onward: list[list[int]], root: int) -> list[int]:
+    """Fewest edges between the root and every rank, in the direction of the data."""
+    depth = {root: 0}
+    frontier = [root]
+    for rank in frontier:
+        for far in onward[rank]:
+            if far not in depth:
+                depth[far] = depth[rank] + 1
+                frontier.append(far)
+    return [depth[rank] for rank in range(len(onward))]
+
+
+def one_hop(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The one-hop schedule of a collective.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+    InfeasibleError
+        The channels do not connect the allocation, or some rank reaches another only through a third.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-2")
+    >>> plan = one_hop(machine)
+    >>> plan.trees, plan.height, plan.rate, plan.bound
+    (16, 1, 80.0, 80.0)
+    >>> one_hop(machine, "broadcast").rate
+    10.0
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
+    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=rank, method="one-hop")
+        return made.timed(time.perf_counter() - started)
+    routes = LeastLoaded(fabric)
+    roots = range(fabric.size) if rank is None else (rank,)
+    share = Fraction(1, len(roots))
+    shards: list[Shard] = []
+    for centre in roots:
+        if collective == ALL_TO_ALL:
+            shards += _direct_sends(routes, centre, fabric)
+            continue
+        others = [other for other in range(fabric.size) if other != centre]
+        stages = []
+        for op in stage_order(collective):
+            for other in others:
+                _check_joined(routes, *((centre, other) if op == "broadcast" else (other, centre)), fabric)
+            edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
+            stages.append(Stage(op, centre, edges))
+        shards.append(Shard(share, tuple(stages)))
+    made = build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=shards,
+        certificate=best_bound(fabric, collective, rank),
+        schedule="one-hop",
+        method="one-hop",
+    )
+    return made.timed(time.perf_counter() - started)
+
+
+def mesh(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """One hop under the name that it has where servers of gradients are the workers themselves, with its connections.
+
+    Every rank owns a part, which all others send to it and get back from it: HiPS's mesh. Arguments as `one_hop`.
+
+    Examples
+    --------
+    >>> mesh("v100x4", "allreduce").notes[-1]
+    '12 connections: each rank that owns a part with all others'
+    """
+    made = one_hop(topology, collective, gpus=gpus, root=root, channels=channels)
+    pairs = {
+        (edge.parent, edge.child) for shard in made.shards for stage in shard.stages for edge in stage.edges
+    }
+    note = f"{len(pairs)} connections: each rank that owns a part with all others"
+    return replace(made, schedule="mesh", method="mesh", notes=(*made.notes, note))
+
+
+def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:
+    """The all-to-all of libraries that send every block at once to its rank.
+
+    Over NVLink, or where that does not join all pairs over PCIe, since a plan runs over one of them; None where neither
+    does.
+
+    Parameters
+    ----------
+    topology, gpus
+        As for `one_hop`.
+
+    Examples
+    --------
+    Half of the pairs of a DGX-1V have no NVLink, so blocks go over PCIe:
+
+    >>> made = direct_sends("dgx-1v")
+    >>> made.channels, made.rate
+    (('pcie',), 4.0)
+    """
+    for channels in ("auto", "pcie"):
+        try:
+            return one_hop(topology, ALL_TO_ALL, gpus=gpus, channels=channels)
+        except InfeasibleError:
+            continue
+    return None
+
+
+def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
+    """What a rank gets in an all-to-all: each block at once from the rank that has it."""
+    share = Fraction(1, fabric.size)
+    shards = []
+    for source in range(fabric.size):
+        edges: tuple[Edge, ...] = ()
+        if source != destination:
+            _check_joined(routes, source, destination, fabric)
+            edges = (routes.edge("broadcast", (source,), destination, share),)
+        shards.append(Shard(share, (Stage("broadcast", source, edges),)))
+    return shards
+
+
+def _check_joined(routes: LeastLoaded, tail: int, head: int, fabric: Fabric) -> None:
+    if not routes.joined(tail, head):
+        raise InfeasibleError(
+            f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
+            "there is no one-hop schedule, so plan trees instead"
+        )
+
+
+ONE_SHOT = "one-shot"
+ONE_SHOT_SERVERS = "one-shot three-phase"
+
+
+def one_shot(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The allreduce in which every rank sends all it has to all others, over the lowest tree of each.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : None
+        An allreduce has none.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, a root, or a GPU out of range.
+    InfeasibleError
+        The channels do not connect the allocation.
+
+    Examples
+    --------
+    A DGX-2 adds up in one hop what fits through its ports fifteen times:
+
+    >>> import topoplan
+    >>> plan = one_shot(topoplan.load("dgx-2"))
+    >>> plan.rate, plan.depth, len(plan.shards[0].stages)
+    (10.0, 1, 16)
+    >>> round(topoplan.simulate(plan, nbytes=1024).seconds * 1e6, 1)
+    17.3
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    _check(asked.collective)
+    fabric = asked.connected(channels)
+    if fabric.size == 1:
+        return trivial_plan(fabric, asked.collective, root=None, method=ONE_SHOT)
+    gathered = lowest_tree(topology, "allgather", gpus=gpus, channels="+".join(fabric.channels))
+    return _plan(fabric, exchange_of(gathered), ONE_SHOT).timed(time.perf_counter() - started)
+
+
+def one_shot_servers(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The allreduce in three phases, of which the one between servers is one-shot.
+
+    Parameters are those of `one_shot`.
+
+    Raises
+    ------
+    UsageError
+        Another collective, a root, a GPU out of range, or all GPUs on one server.
+    InfeasibleError
+        Servers of one GPU each, GPUs of a server that are not connected inside it, or servers not in one hop.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
+    >>> plan = one_shot_servers(pair)
+    >>> plan.depth, [stage.op for stage in plan.shards[0].stages]
+    (3, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    _check(asked.collective)
+    fabric = asked.connected(channels)
+    shards = exchanging_servers(fabric, None)
+    return _plan(fabric, shards, ONE_SHOT_SERVERS).timed(time.perf_counter() - started)
+
+
+def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
+    """The exchange that goes along the trees of an allgather: what was one rank's block is all that it has.
+
+    Each owner divides its block between trees in its own way; a shard here is a part that none of them divides.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> gathered = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[0, 1, 2])
+    >>> [(str(shard.share), len(shard.stages)) for shard in exchange_of(gathered)]
+    [('1', 3)]
+    """
+    size = len(gathered.ranks)
+    trees: dict[int, list[tuple[Fraction, Stage]]] = {}
+    for shard in gathered.shards:
+        stage = shard.stages[0]
+        trees.setdefault(stage.root, []).append((shard.share * size, stage))
+    ends = {root: list(accumulate(share for share, _ in parts)) for root, parts in trees.items()}
+    cuts = sorted({Fraction(0), *(end for found in ends.values() for end in found)})
+    shards = []
+    for start, stop in pairwise(cuts):
+        stages = []
+        for root in sorted(trees):
+            place = next(number for number, end in enumerate(ends[root]) if end > start)
+            stage = trees[root][place][1]
+            stages.append(Stage("gather", root, stage.edges))
+        shards.append(Shard(stop - start, tuple(stages)))
+    return tuple(shards)
+
+
+def one_shot_along(gathered: Plan) -> Plan:
+    """The one-shot allreduce along the trees of an allgather on the same machine."""
+    return _plan(Fabric(gathered.topology, gathered.channels), exchange_of(gathered), ONE_SHOT)
+
+
+def _check(collective: str) -> None:
+    if collective != "allreduce":
+        raise UsageError(f"one-shot is an allreduce, not {collective}; choose another schedule")
+
+
+def _plan(fabric: Fabric, shards: Iterable[Shard], schedule: str) -> Plan:
+    return build_plan(
+        fabric,
+        "allreduce",
+        root=None,
+        shards=tuple(shards),
+        certificate=best_bound(fabric, "allreduce", None),
+        schedule=schedule,
+        method=schedule,
+    )

@@ -1,0 +1,362 @@
+"""How long NCCL expects a collective to take by each algorithm and protocol, which is how it chooses among them.
+
+Its model (``src/graph/tuning.cc``, 2.27 to 2.30) is a latency and a bandwidth for each: a base for the launch, and a
+hop's latency for every step that follows another; what the channels carry together, less what protocol and algorithm
+lose, and at most so much for each channel:
+
+    ring       N - 1 steps (2 (N - 1) for allreduce), of which those between servers cost a network's hop
+    tree       up and down a chain in the server and log2(n) servers
+    NVLS       one hop through the switch, of which 85 % (Hopper) or 74 % (Blackwell) of its rate is expected
+    NVLS tree  the same in servers, and a tree between them
+    PAT        log2(n) steps and a linear part; of allgather and reduce_scatter with one rank on each server
+
+LL sends 4 bytes of flags with 4 of data, LL128 8 with 120. What the channels carry is that of the rings, chains and
+switches of a machine at NCCL's rates of NVLink (`topoplan.schedules.nccl_search`); NCCL's search for them has speeds
+in steps and may find less. Deliberately absent: CollNet (SHARP), several operations in one launch, and figures of RCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.hardware import UNKNOWN_CAPABILITY, is_amd, known_capability, nvlink_counts
+from topoplan.machine.topology import Topology
+from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
+from topoplan.schedules.nccl_search import best_graphs, counted_machine
+from topoplan.schedules.nccl_server_channels import ServerChannels
+from topoplan.schedules.ring import ring
+from topoplan.units import bus_factor, nearest_float
+
+LL, LL128, SIMPLE = PROTOCOLS = ("ll", "ll128", "simple")
+RING, TREE, NVLS, NVLS_TREE, PAT = ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
+"""In the words of NCCL's tuner plugin; of equally fast ones the first is taken."""
+
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
+"""Those that NCCL chooses an algorithm for."""
+
+_DOES: Mapping[str, tuple[str, ...]] = {
+    RING: COLLECTIVES,
+    TREE: ("allreduce",),
+    NVLS: ("allreduce", "allgather", "reduce_scatter"),
+    NVLS_TREE: ("allreduce",),
+    PAT: ("allgather", "reduce_scatter"),
+}
+
+_BASE: Mapping[str, tuple[float, float, float]] = {
+    RING: (6.6, 14.0, 8.4),
+    TREE: (6.8, 14.0, 8.4),
+    NVLS: (0, 0, 0),
+    NVLS_TREE: (0, 0, 0),
+    PAT: (8.0, 8.0, 8.0),
+}
+"""Microseconds of a launch, for LL, LL128 and Simple, as all tables here."""
+
+_HOP: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
+    "nvlink": {
+        RING: (0.6, 1.9, 3.4),
+        TREE: (0.6, 1.25, 4.0),
+        NVLS: (0, 0, 25),
+        NVLS_TREE: (0, 0, 25),
+        PAT: (0, 0, 4),
+    },
+    "pcie": {
+        RING: (1.0, 2.5, 5.7),
+        TREE: (1.0, 1.9, 4.0),
+        NVLS: (0, 0, 0),
+        NVLS_TREE: (0, 0, 0),
+        PAT: (0, 0, 4),
+    },
+    "net": {
+        RING: (2.7, 4.0, 14.0),
+        TREE: (5.0, 8.5, 14),
+        NVLS: (0, 0, 18),
+        NVLS_TREE: (0, 0, 20.9),
+        PAT: (0, 0, 14),
+    },
+}
+"""Microseconds of a hop."""
+
+_GENERATIONS = (0, 80, 90, 100)
+"""Compute capability from which each row of the tables below holds: Volta and older, Ampere, Hopper, Blackwell."""
+
+HOPPER = 2
+"""The first row whose switches add."""
+
+_LL_MOST = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
+"""GB/s that LL does: on one server by generation, else in the row of the CPU: Intel's the first, AMD's the second."""
+
+_RING_LL128 = (20.0, 20.0, 36.7, 40.0)
+_TREE_LL128 = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
+_TREE_MOST = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
+_NVLS_TREE_MOST = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (0.0, 57.7, 45.5), (0.0, 96.0, 80.0))
+"""GB/s of one channel at most, by generation, on one server, two, and more."""
+
+_NVLS_PART = (0.0, 0.0, 0.85, 0.74)
+"""Part of what the switch could do."""
+
+_TREE_PART = {
+    LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1 1",
+    LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1 1",
+    SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
+}
+"""What is left of a tree's bandwidth, from 64 bytes on by powers of two."""
+
+_TREE_PARTS = {protocol: tuple(map(float, parts.split())) for protocol, parts in _TREE_PART.items()}
+_THREADS = {LL: 512, LL128: 640, SIMPLE: 512}
+_BYTES_A_THREAD = {LL: 8, LL128: 8, SIMPLE: 64}
+_PAT_PART = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class NcclSetting:
+    """What NCCL counts of a communicator.
+
+    Parameters
+    ----------
+    ranks, servers : int
+    generation : int
+        Row of the tables.
+    wire : str
+        nvlink or pcie, inside servers.
+    amd_cpu : bool
+    channels : int
+        Of a graph of rings or trees; NCCL runs twice as many.
+    rings, trees, multicast : float
+        GB/s that all of them carry: rings in bus bandwidth, trees in an allreduce's algorithm bandwidth, a switch that
+        adds in what each GPU sends; 0 where there are none.
+    """
+
+    ranks: int
+    servers: int
+    generation: int
+    wire: str
+    amd_cpu: bool
+    channels: int
+    rings: float
+    trees: float
+    multicast: float
+
+    @property
+    def scale(self) -> int:
+        """Column of the tables: one server, two, or more."""
+        return min(self.servers, 3) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NcclExpectation:
+    """What NCCL expects of one algorithm and protocol.
+
+    Parameters
+    ----------
+    algorithm, protocol : str
+        Of `ALGORITHMS` and `PROTOCOLS`.
+    latency : float
+        Seconds.
+    bandwidth : float
+        GB/s of algorithm bandwidth.
+    setting : Setting
+    collective : str
+    """
+
+    algorithm: str
+    protocol: str
+    latency: float
+    bandwidth: float
+    setting: NcclSetting
+    collective: str
+
+    def seconds(self, nbytes: int) -> float:
+        """Of a buffer of so many bytes."""
+        bandwidth, latency, here = self.bandwidth, self.latency, self.setting
+        step = (max(nbytes, 1) >> 6).bit_length() - 1
+        if self.algorithm == TREE and 0 <= step < len(_TREE_PARTS[self.protocol]) - 1:
+            bandwidth *= _TREE_PARTS[self.protocol][step]
+        plateau = self.algorithm == RING and self.protocol == SIMPLE and here.servers > 1
+        if plateau and self.collective == "allreduce" and nbytes >= 64 * here.ranks * here.channels * 2:
+            latency *= 1.4 if here.generation else 1.9
+        return latency + nbytes / (bandwidth * 1e9)
+
+    def channels(self, nbytes: int) -> int:
+        """As `channel_count`."""
+        most = 2 * self.setting.channels
+        return channel_count(self.algorithm, self.protocol, nbytes, ranks=self.setting.ranks, most=most)
+
+
+def least_bytes(algorithm: str, protocol: str, ranks: int) -> int:
+    """Bytes of a buffer below which NCCL takes another channel away; 0 for algorithms that always run all."""
+    if algorithm in (NVLS, NVLS_TREE):
+        return 0
+    least = _THREADS[protocol] * _BYTES_A_THREAD[protocol]
+    return least * ranks if algorithm == RING and protocol == LL else least
+
+
+def channel_count(algorithm: str, protocol: str, nbytes: int, *, ranks: int, most: int) -> int:
+    """How many channels NCCL runs, of so many that it has: fewer where each would get little.
+
+    Examples
+    --------
+    >>> [channel_count("ring", "simple", size, ranks=8, most=24) for size in (1 << 10, 1 << 18, 1 << 30)]
+    [1, 8, 24]
+    """
+    least = least_bytes(algorithm, protocol, ranks)
+    return max(1, min(most, nbytes // least)) if least else min(most, MOST_CHANNELS)
+
+
+def setting_of(topology: Topology) -> NcclSetting:
+    """What NCCL counts of all GPUs of a machine.
+
+    Raises
+    ------
+    UsageError
+        A single GPU, or GPUs of AMD, of which RCCL has figures of its own.
+    InfeasibleError
+        The GPUs are not joined.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> here = setting_of(topoplan.load("dgx-a100"))
+    >>> here.ranks, here.servers, here.channels, here.rings
+    (8, 1, 12, 240.0)
+    """
+    gpus = [device for device in topology.devices if device.kind == "gpu"]
+    if len(gpus) < 2:
+        raise UsageError("a single GPU has nothing to tune; choose two or more")
+    if is_amd(gpus):
+        raise UsageError("NCCL's model is of NVIDIA's GPUs, and these are AMD's; tune RCCL by its own plugin")
+    machine = counted_machine(topology).machine
+    counts = nvlink_counts(topology)
+    slowest = min(known_capability(gpu, counts.get(gpu.name, 0)) or UNKNOWN_CAPABILITY for gpu in gpus)
+    fabric = usable_fabric(machine)
+    servers = len(FabricServers(fabric).names)
+    vendors = {device.fact("vendor") for device in topology.devices if device.kind == "cpu"}
+    common = (
+        len(gpus),
+        servers,
+        max(row for row, least in enumerate(_GENERATIONS) if slowest >= least),
+        "nvlink" if "nvlink" in fabric.channels else "pcie",
+        "AuthenticAMD" in vendors,
+    )
+    if servers == 1:
+        graphs = best_graphs(machine, NcclPaths(machine))
+        rates = (nearest_float(graphs.bandwidth), nearest_float(graphs.chain_rate))
+        return NcclSetting(*common, graphs.count, *rates, _multicast(machine, fabric))
+    count = min(MOST_CHANNELS, ServerChannels(fabric).count)
+    rings = ring(machine).rate * bus_factor("allreduce", len(gpus))
+    return NcclSetting(*common, count, rings, nccl_tree(machine).rate, _multicast(machine, fabric))
+
+
+def _multicast(machine: Topology, fabric: Fabric) -> float:
+    """What a switch that adds carries, as the rate of an allreduce through it; 0 where there is none."""
+    make = nvls if len(FabricServers(fabric).names) == 1 else nvls_tree
+    try:
+        return make(machine).rate
+    except InfeasibleError:
+        return 0.0
+
+
+def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, ...]:
+    """What NCCL expects of everything that it has for a collective.
+
+    Raises
+    ------
+    UsageError
+        NCCL chooses no algorithm for it.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> known = expectations(setting_of(topoplan.load("dgx-a100")), "allreduce")
+    >>> for size in (1 << 10, 1 << 20, 1 << 30):
+    ...     best = min(known, key=lambda one: one.seconds(size))
+    ...     print(best.algorithm, best.protocol, f"{best.seconds(size) * 1e6:.1f}")
+    ring ll 15.0
+    ring ll 35.9
+    ring simple 7885.4
+    """
+    if collective not in COLLECTIVES:
+        raise UsageError(f"NCCL chooses no algorithm for {collective}; use one of {', '.join(COLLECTIVES)}")
+    found = []
+    for algorithm in ALGORITHMS:
+        for protocol in PROTOCOLS:
+            bandwidth = _bandwidth(here, collective, algorithm, protocol)
+            if bandwidth > 0:
+                latency = _latency(here, collective, algorithm, protocol) * 1e-6
+                found.append(NcclExpectation(algorithm, protocol, latency, bandwidth, here, collective))
+    return tuple(found)
+
+
+def has(algorithm: str, collective: str) -> bool:
+    """Whether NCCL has an algorithm for a collective.
+
+    Examples
+    --------
+    >>> has("tree", "allreduce"), has("tree", "broadcast")
+    (True, False)
+    """
+    return collective in _DOES[algorithm]
+
+
+def _bandwidth(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
+    """GB/s of algorithm bandwidth; 0 for what NCCL does not have here."""
+    halves = collective in ("allgather", "reduce_scatter")
+    row, scale, count = here.generation, here.scale, here.channels
+    if not has(algorithm, collective) or (protocol == LL128 and here.wire != "nvlink"):
+        return 0.0
+    of_ring = 1 / bus_factor(collective, here.ranks)
+    ll_most = _LL_MOST[row if here.servers == 1 else int(here.amd_cpu)][scale]
+    if algorithm == RING:
+        bus = {
+            LL: min(ll_most, here.rings / 2),
+            LL128: min(here.rings * 0.92, count * _RING_LL128[row]),
+            SIMPLE: here.rings,
+        }[protocol]
+        return bus * of_ring
+    if algorithm == TREE:
+        bus = min(2 * here.trees * 0.92, count * _TREE_MOST[row][scale])
+        if protocol == LL:
+            bus = min(bus / 3.8, ll_most)
+        if protocol == LL128:
+            bus = min(bus * (7 / 9 if here.servers == 1 else 120 / 128), count * _TREE_LL128[row][scale])
+        return bus / 2
+    if protocol != SIMPLE:
+        return 0.0
+    if algorithm == PAT:
+        return here.rings * _PAT_PART if here.ranks == here.servers else 0.0
+    if algorithm == NVLS and here.servers == 1:
+        each = here.multicast * _NVLS_PART[row] * (here.ranks - 1) / here.ranks
+        return each * (here.ranks - 1) / here.ranks if halves else 2 * each * of_ring
+    if algorithm == NVLS_TREE and here.servers > 1:
+        each = min(2 * here.multicast * _NVLS_PART[row], count * _NVLS_TREE_MOST[row][scale])
+        return each * of_ring
+    return 0.0
+
+
+def _latency(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
+    """Microseconds."""
+    place = PROTOCOLS.index(protocol)
+    base, inside = _BASE[algorithm][place], _HOP[here.wire][algorithm][place]
+    each = here.ranks // here.servers
+    outside = _HOP["net"][TREE if each == 1 else algorithm][place]
+    depth = here.servers.bit_length() - 1
+    twice = 2 if collective == "allreduce" else 1
+    if algorithm == RING:
+        if collective in ("broadcast", "reduce"):
+            return base + _HOP["net" if here.servers > 1 else here.wire][RING][place]
+        overhead = (2.0 if here.amd_cpu else 1.0) * (3 if protocol == SIMPLE else 1)
+        if here.servers > 1:
+            inside = max(inside, overhead)
+        between = twice * (here.servers - 1) if here.servers > 1 else 0
+        return base + (twice * (here.ranks - 1) - between) * inside + between * outside
+    if algorithm == TREE:
+        return base + 2 * ((each - 1) * inside + depth * outside)
+    if algorithm == NVLS:
+        return inside
+    if algorithm == NVLS_TREE:
+        return base + inside + 2 * depth * outside
+    return base + depth * outside / 3.5 + here.ranks * 2.8

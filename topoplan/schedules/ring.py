@@ -1,0 +1,483 @@
+"""Plan rings, the baseline of packed trees, in the best order of ranks: over NVLink, over PCIe, or with relayed hops.
+
+NCCL up to 2.7 fell back to PCIe for lack of an NVLink ring, and Blink compares with that; NCCL relays through one
+GPU between two since 2.8. The kind of ring decides a comparison, so every plan states it.
+
+Up to eight ranks on shared switches all orders are tried: least (load / capacity) on the worst link, then fewest
+link crossings, then the lowest order. Beyond, the depth-first order of the machine competes with the rank order; on
+a tree of switches it crosses every link at most once in each direction, which is optimal. A hop never passes another
+rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers ring c enters server s
+at door c + a(s) and leaves at door c + a(s + 1), modulo the doors, with a = 0, 1, 0, 1, …, and 2 at last if the
+number of servers is odd. Doors are the GPUs with a way out of their server past no other GPU, so all rings together
+use every NIC once in each direction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.plans.build import Allocation, build_plan, trivial_plan
+from topoplan.plans.plan import Plan
+from topoplan.schedules.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, disjoint_rings, ring_limit
+from topoplan.schedules.ring_forest import LogicalRing, relay_rings, ring_forest
+from topoplan.schedules.routes import DirectRoutes, Links
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.units import counted
+
+LARGEST_EXACT = 8
+"""Most ranks for which every order is tried."""
+
+LARGEST_SEARCHED = 64
+"""Most ranks for which an order is searched where neither of the two simple ones has all its routes."""
+
+
+def order_is_exact(fabric: Fabric) -> bool:
+    """True when `single_ring` tries every order."""
+    return fabric.size <= LARGEST_EXACT
+
+
+def single_ring(fabric: Fabric) -> LogicalRing | None:
+    """One ring over shortest routes (widest among equally short ones), in the order that loads links least.
+
+    None where every order has a hop without a route.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> ring = single_ring(Fabric(topoplan.load("dgx-1v").subset([0, 2, 4, 6]), ("pcie",)))
+    >>> ring.order
+    (0, 1, 2, 3)
+    """
+    routes = DirectRoutes(fabric)
+    order = _best_order(fabric, routes)
+    if order is None:
+        return None
+    hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in _pairs(order))
+    return LogicalRing(_weight(hops, list(fabric.capacity)), order, hops)
+
+
+def switched_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
+    """Rings that together fill the ports of switches: one order, and one ring for each plane of switches.
+
+    A single switch gives one ring at the full port rate. Where ranks are wired to several switches, rings
+    are peeled off, each over the routes with most capacity left, until a hop has none. Empty where every
+    order has a hop without a route.
+    """
+    order = _best_order(fabric, routes)
+    if order is None:
+        return ()
+    # Longer ways count too where the short ones are full.
+    find = routes.widest if fabric.size <= LARGEST_SEARCHED else routes.shortest
+    left = list(fabric.capacity)
+    rings: list[LogicalRing] = []
+    while True:
+        hops = tuple(_found(find(*pair, left)) for pair in _pairs(order))
+        weight = _weight(hops, left)
+        if weight == 0:
+            return tuple(rings)
+        rings.append(LogicalRing(weight, order, hops))
+        for hop in hops:
+            for number in hop:
+                left[number] -= weight
+
+
+def _pairs(order: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(order, order[1:] + order[:1], strict=True))
+
+
+def _weight(hops: tuple[Links, ...], left: list[Fraction]) -> Fraction:
+    crossed = Counter(number for hop in hops for number in hop)
+    return min(left[number] / times for number, times in crossed.items())
+
+
+def _found(links: Links | None) -> Links:
+    assert links is not None, "orders are chosen among those with a route for every hop"
+    return links
+
+
+def _best_order(fabric: Fabric, routes: DirectRoutes) -> tuple[int, ...] | None:
+    orders = [order for order in _candidate_orders(fabric, routes) if _joined(order, routes)]
+    if not orders:
+        return None
+    load = _loads(fabric, routes, np.array(orders, dtype=np.int64))
+    worst = (load / np.array([float(c) for c in fabric.capacity])).max(axis=1)
+    return orders[int(np.lexsort((load.sum(axis=1), worst))[0])]
+
+
+def _joined(order: tuple[int, ...], routes: DirectRoutes) -> bool:
+    return all(routes.joined(*pair) for pair in _pairs(order))
+
+
+def _loads(fabric: Fabric, routes: DirectRoutes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(orders, links): how often a ring in each order crosses each link."""
+    pairs = np.stack((orders, np.roll(orders, -1, axis=1)), axis=2).reshape(-1, 2)
+    hops, hop_of_place = np.unique(pairs, axis=0, return_inverse=True)
+    crossing = np.zeros((len(hops), len(fabric.links)), dtype=np.int64)
+    for number, (tail, head) in enumerate(hops.tolist()):
+        crossing[number, list(_found(routes.shortest(tail, head, fabric.capacity)))] = 1
+    load = np.zeros((len(orders), len(fabric.links)), dtype=np.int64)
+    for place in hop_of_place.reshape(orders.shape).T:
+        load += crossing[place]
+    return load
+
+
+def _candidate_orders(fabric: Fabric, routes: DirectRoutes) -> list[tuple[int, ...]]:
+    size = fabric.size
+    if order_is_exact(fabric):
+        return [(0, *rest) for rest in permutations(range(1, size))]
+    orders = [tuple(range(size)), _depth_first_order(fabric)]
+    if size <= LARGEST_SEARCHED and not any(_joined(order, routes) for order in orders):
+        lanes = [[int(u != v and routes.joined(u, v)) for v in range(size)] for u in range(size)]
+        orders = list(disjoint_rings(lanes).rings)
+    return orders
+
+
+def _depth_first_order(fabric: Fabric) -> tuple[int, ...]:
+    """Ranks as a depth-first walk from rank 0 meets them, links between sockets last."""
+    onward: dict[int, list[tuple[bool, int]]] = {}
+    for link, (src, dst) in zip(fabric.links, fabric.ends, strict=True):
+        onward.setdefault(src, []).append((link.channel == "sys", dst))
+    seen: dict[int, None] = {}
+    pending = [0]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen[node] = None
+            pending.extend(dst for _, dst in sorted(onward.get(node, ()), reverse=True))
+    return tuple(node for node in seen if node < fabric.size)
+
+
+MOST_STEPS = 10_000
+"""Steps after which a walk through the GPUs of a server is given up."""
+
+Joined = Callable[[int, int], bool]
+
+
+def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
+    """As many such rings as the capacity of the links allows, one for each GPU with a way out of its server at most.
+
+    Empty where all ranks are in one server, or no such ring has a route for every hop.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.nvswitch_cluster(2, gpus=4), ("nvlink", "network"))
+    >>> for ring in server_rings(fabric, DirectRoutes(fabric)):
+    ...     print(ring.weight, *(fabric.ranks[rank] for rank in ring.order))
+    25 s0.gpu0 s0.gpu2 s0.gpu3 s0.gpu1 s1.gpu1 s1.gpu2 s1.gpu3 s1.gpu0
+    25 s0.gpu1 s0.gpu3 s0.gpu0 s0.gpu2 s1.gpu2 s1.gpu3 s1.gpu0 s1.gpu1
+    25 s0.gpu2 s0.gpu0 s0.gpu1 s0.gpu3 s1.gpu3 s1.gpu0 s1.gpu1 s1.gpu2
+    25 s0.gpu3 s0.gpu1 s0.gpu2 s0.gpu0 s1.gpu0 s1.gpu1 s1.gpu2 s1.gpu3
+    """
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(fabric.ranks):
+        members.setdefault(fabric.topology.device(name).server, []).append(rank)
+    servers = list(members.values())
+    if len(servers) < 2:
+        return ()
+
+    off_network = [Fraction(link.channel != "network") for link in fabric.links]
+
+    @cache
+    def inside(tail: int, head: int) -> bool:
+        """True where a rank reaches another of its server without the network."""
+        links = routes.shortest(tail, head, off_network)
+        return links is not None and all(off_network[link] for link in links)
+
+    doors = [
+        [rank for rank in ranks if any(routes.shortest(rank, head, fabric.capacity) for head in following)]
+        or ranks
+        for ranks, following in zip(servers, servers[1:] + servers[:1], strict=True)
+    ]
+    left = list(fabric.capacity)
+    rings = []
+    for first in range(max(len(ranks) for ranks in doors)):
+        order = _order(servers, doors, first, inside)
+        hops = None if order is None else _hops(order, routes, left)
+        if order is None or hops is None:
+            continue
+        crossed = Counter(link for hop in hops for link in hop)
+        weight = min(left[link] / times for link, times in crossed.items())
+        if weight > 0:
+            rings.append(LogicalRing(weight, order, hops))
+            for link, times in crossed.items():
+                left[link] -= weight * times
+    return tuple(rings)
+
+
+def _order(
+    servers: list[list[int]], doors: list[list[int]], first: int, inside: Joined
+) -> tuple[int, ...] | None:
+    """All ranks, entering and leaving every server at two of its doors: ranks with a way out of it."""
+    shifts = [number % 2 for number in range(len(servers))]
+    if len(servers) % 2:
+        shifts[-1] = 2
+    order: list[int] = []
+    for ranks, ports, enters, leaves in zip(servers, doors, shifts, shifts[1:] + shifts[:1], strict=True):
+        start, end = ((first + shift) % len(ports) for shift in (enters, leaves))
+        if start == end:
+            # two doors and an odd number of servers
+            end = (start + 1) % len(ports)
+        walk = _walk(ranks, ports[start], ports[end], inside)
+        if walk is None:
+            return None
+        order += walk
+    return tuple(order)
+
+
+def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] | None:
+    """All ranks of a server from ``start`` to ``end``, in the order of their numbers where routes allow it."""
+    if len(ranks) == 1:
+        return [start]
+    if start == end:
+        return None
+    place = ranks.index(start)
+    turned = [rank for rank in ranks[place:] + ranks[:place] if rank not in (start, end)]
+    steps = 0
+    path = [start]
+    # Depth first: of every rank on the path, those that are still to be tried after it.
+    pending = [iter(turned if turned else [end])]
+    while pending:
+        steps += 1
+        if steps > MOST_STEPS:
+            return None
+        following = next(pending[-1], None)
+        if following is None:
+            pending.pop()
+            path.pop()
+        elif following not in path and inside(path[-1], following):
+            path.append(following)
+            if len(path) == len(ranks):
+                return path
+            pending.append(iter(turned if len(path) < len(ranks) - 1 else [end]))
+    return None
+
+
+def _hops(order: tuple[int, ...], routes: DirectRoutes, left: list[Fraction]) -> tuple[Links, ...] | None:
+    """For every hop the shortest route with most capacity left."""
+    hops = []
+    for tail, head in zip(order, order[1:] + order[:1], strict=True):
+        links = routes.shortest(tail, head, left)
+        if links is None:
+            return None
+        hops.append(links)
+    return tuple(hops)
+
+
+RING_KINDS = ("auto", "nvlink", "pcie", "relay")
+
+
+def ring(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    kind: str = "auto",
+) -> Plan:
+    """The ring schedule of a collective.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    kind : str
+        ``nvlink``: as many link-disjoint directed rings over direct NVLinks as exist, by exact search; a
+        ring takes one wire of each link it crosses. Where wires differ in speed, the speed at which rings x
+        speed is largest is chosen, and a wire of twice that speed has room for two rings. Two GPUs have one
+        ring, there and back, per wire. Behind an NVSwitch one logical ring at the full port rate is the
+        equivalent (one per plane of switches).
+        ``pcie``: one ring over PCIe in the order that loads shared links least.
+        ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
+        ``auto``: nvlink where there is such a ring, else pcie. Across servers the faster of one order of all ranks
+        and of rings that enter every server once over NICs of their own (`topoplan.schedules.ring`).
+
+    Returns
+    -------
+    Plan
+        ``schedule`` is "nvlink ring", "pcie ring", "relay ring", or across servers "network ring". Rate and bound
+        speak of that channel only.
+        Notes say how many rings there are and whether the search was exhaustive.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective or kind, GPU out of range, a root outside the allocation, or a root where the
+        collective has none.
+    InfeasibleError
+        There is no such ring.
+
+    Examples
+    --------
+    DGX-1V with links of 25 GB/s: six rings, 6 x 25 x 8 / 14 GB/s. Blink's GPUs 1, 4, 5, 7 have none.
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> round(ring(machine).rate, 3), ring(machine, "broadcast").rate
+    (85.714, 150.0)
+    >>> ring(machine, gpus=[1, 4, 5, 7]).schedule
+    'pcie ring'
+    >>> round(ring(machine, gpus=[1, 4, 5, 7], kind="relay").rate, 3)
+    33.333
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective = asked.collective
+    if kind not in RING_KINDS:
+        raise UsageError(f"ring kind {kind!r} is unknown; use one of {', '.join(RING_KINDS)}")
+    if len(asked.gpus) == 1:
+        fabric = Fabric(asked.topology, ("nvlink",))
+        made = trivial_plan(fabric, collective, root=asked.root, method="ring")
+    else:
+        find = {"auto": _automatic, "nvlink": _over_nvlink, "pcie": _over_pcie, "relay": _relayed}[kind]
+        found = find(asked.topology)
+        made = build_plan(
+            found.fabric,
+            collective,
+            root=asked.root,
+            shards=ring_forest(found.rings, found.fabric, collective=collective, root=asked.root),
+            certificate=best_bound(found.fabric, collective, asked.root),
+            schedule=found.schedule,
+            method="ring",
+            notes=found.notes,
+        )
+    return made.timed(time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundRings:
+    """Rings, where they run, and what there is to say about them."""
+
+    fabric: Fabric
+    schedule: str
+    rings: tuple[LogicalRing, ...]
+    notes: tuple[str, ...]
+
+
+def _automatic(allocation: Topology) -> _FoundRings:
+    fabric = usable_fabric(allocation)
+    if fabric.union:
+        fabric = _connected(allocation, "pcie", "a ring over both is not looked for")
+    if fabric.channels == ("pcie",):
+        return _on_pcie(fabric, "NVLink does not connect the allocation, so the ring runs over PCIe")
+    rings, note = _nvlink_rings(fabric)
+    if rings:
+        kind = "network ring" if "network" in fabric.channels else "nvlink ring"
+        return _FoundRings(fabric, kind, rings, (note,))
+    pcie = _connected(allocation, "pcie", f"{note}; try kind relay")
+    return _on_pcie(pcie, f"{note}, so the ring runs over PCIe")
+
+
+def _over_nvlink(allocation: Topology) -> _FoundRings:
+    fabric = _connected(allocation, "nvlink", "try kind pcie")
+    rings, note = _nvlink_rings(fabric)
+    if not rings:
+        raise InfeasibleError(f"{note} on {', '.join(allocation.gpus)}; try kind relay or pcie")
+    return _FoundRings(fabric, "nvlink ring", rings, (note,))
+
+
+def _over_pcie(allocation: Topology) -> _FoundRings:
+    return _on_pcie(_connected(allocation, "pcie", "try kind nvlink or relay"))
+
+
+def _relayed(allocation: Topology) -> _FoundRings:
+    fabric = _connected(allocation, "nvlink", "try kind pcie")
+    seeds, _ = _nvlink_rings(fabric)
+    rings, proved = relay_rings(fabric, seeds)
+    claim = "proved: no mix of rings is better" if proved else "found by local search: a better mix may exist"
+    tours = f"a mix of {len(rings)} relaying rings" if len(rings) > 1 else "one relaying ring"
+    return _FoundRings(fabric, "relay ring", rings, (f"{tours}, {claim}",))
+
+
+def _connected(allocation: Topology, channel: str, remedy: str) -> Fabric:
+    fabric = Fabric(allocation, (channel,))
+    cut = fabric.unreachable()
+    if cut:
+        wires = {"nvlink": "NVLink", "pcie": "PCIe"}[channel]
+        raise InfeasibleError(f"no {wires} path leaves the cut {{{', '.join(cut)}}}; {remedy}", cut=cut)
+    return fabric
+
+
+def _on_pcie(fabric: Fabric, *notes: str) -> _FoundRings:
+    found = single_ring(fabric)
+    if found is None:
+        raise InfeasibleError(
+            f"no PCIe ring joins {', '.join(fabric.ranks)}: some hop would pass another GPU"
+        )
+    how = "the best of all orders" if order_is_exact(fabric) else "depth-first or plain order of the GPUs"
+    order = " ".join(fabric.ranks[rank] for rank in found.order)
+    return _FoundRings(fabric, "pcie ring", (found,), (*notes, f"one ring over PCIe: {order} ({how})"))
+
+
+def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
+    """The rings, and what to say of them or of their absence."""
+    if not fabric.direct:
+        routes = DirectRoutes(fabric)
+        rings, across = switched_rings(fabric, routes), server_rings(fabric, routes)
+        if _total(across) > _total(rings):
+            number = "one ring" if len(across) == 1 else f"{len(across)} rings"
+            return across, f"{number} that enter every server once; other orders may give faster ones"
+        if not rings:
+            return (), "no NVLink ring exists (some hop would pass another GPU)"
+        if (
+            not all(any(ends < fabric.size for ends in pair) for pair in fabric.ends)
+            or len(fabric.channels) > 1
+        ):
+            number = "one ring" if len(rings) == 1 else f"{len(rings)} rings in one order of the GPUs"
+            return rings, f"{number} over several switches or servers; other orders may give faster ones"
+        number = "a single logical ring" if len(rings) == 1 else f"{len(rings)} logical rings, one per plane,"
+        return rings, f"{number} over the NVSwitch: every hop crosses it, at the rate of the ports"
+    orders, speed, exhaustive = _fastest_rings(fabric)
+    proof = "the search was exhaustive"
+    if not exhaustive:
+        proof = f"the search stopped at {STEP_LIMIT} paths or {NODE_LIMIT} packings, more may exist"
+    if not orders:
+        return (), f"no NVLink ring {'exists' if exhaustive else 'was found'} ({proof})"
+    index = {ends: position for position, ends in enumerate(fabric.ends)}
+    rings = tuple(
+        LogicalRing(
+            speed, order, tuple((index[hop],) for hop in zip(order, order[1:] + order[:1], strict=True))
+        )
+        for order in orders
+    )
+    number = counted(len(rings), "link-disjoint NVLink ring")
+    return rings, f"{number} of {float(speed):g} GB/s; {proof}"
+
+
+def _total(rings: tuple[LogicalRing, ...]) -> Fraction:
+    return sum((ring.weight for ring in rings), Fraction(0))
+
+
+def _fastest_rings(fabric: Fabric) -> tuple[tuple[tuple[int, ...], ...], Fraction, bool]:
+    """Orders of the disjoint rings of largest total speed, the speed of each in GB/s, and whether it is proved."""
+    wires = [c / link.count for c, link in zip(fabric.capacity, fabric.links, strict=True)]
+    best: tuple[tuple[int, ...], ...] = ()
+    speed, exhaustive = Fraction(0), True
+    for candidate in sorted(set(wires), reverse=True):
+        lanes = [[0] * fabric.size for _ in range(fabric.size)]
+        for (src, dst), link, wire in zip(fabric.ends, fabric.links, wires, strict=True):
+            lanes[src][dst] = link.count * (wire // candidate)
+        if ring_limit(lanes) * candidate > len(best) * speed:
+            search = disjoint_rings(lanes)
+            exhaustive = exhaustive and search.exhaustive
+            if len(search.rings) * candidate > len(best) * speed:
+                best, speed = search.rings, candidate
+    return best, speed, exhaustive

@@ -1,1 +1,0 @@
-"""Rings as forests: around a server, across servers, and which order they take."""

@@ -1,0 +1,529 @@
+"""Plan user-defined trees: check them, route them, and divide the buffer among them at the highest rate.
+
+A tree is given by its edges from parent to child, as a nested list of ranks, or as an order of the ranks: a chain
+from its root, or a ring, which is as many chains as there are ranks (`topoplan.schedules.ring_forest`). Missing
+routes are the least loaded so far and then the shortest (`topoplan.schedules.routes`), through other ranks only if
+there is no other route. Missing shares x are those of the highest rate R for these trees and routes,
+
+    maximise R   subject to   sum of x(T) R load(T, e) <= c(e) for every link e,   sum of x(T) = 1,
+
+a linear program with a row for each link, solved exactly in the variables x(T) R. In allgather and reduce-scatter
+the shares of every owner's trees add up to 1/N. The bound is that of all plans on these links: the gap is what other
+trees could gain.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import TopologyLike
+from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.loads import link_loads
+from topoplan.plans.plan import ROOTED, Plan
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.plans.verify import verify
+from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
+from topoplan.schedules.routes import LeastLoaded
+from topoplan.solve.cuts_and_partitions import best_bound, whole_capacities
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
+
+USER_TREES = "own trees"
+"""Schedule and method of such plans."""
+
+SHAPES = ("edges", "tree", "chain", "ring")
+"""What a tree may be given by: one of these keys."""
+
+FORMS = (
+    "give edges [[parent, child], …], a nested list [root, [child, grandchild], child], or an order of ranks as "
+    '{"chain": […]} or {"ring": […]}'
+)
+
+MOST_NAMED = 8
+"""Devices up to which an error names all."""
+
+Share = Fraction | int | float | str
+
+_SHARE = re.compile(r"\s*[0-9]{1,300}(?:/[0-9]{1,300}|\.[0-9]{1,300})?\s*")
+"""No exponents: ``1e9999999999`` is short to write and too long to compute with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A tree as it was given, with its ranks checked.
+
+    Parameters
+    ----------
+    order : tuple of int
+        Of a ring, else empty.
+    edges : tuple of (int, int, tuple of str)
+        Parent, child, and the devices from one to the other, or none where they are to be found.
+    root : int
+        -1 for a ring.
+    share : Fraction or None
+    """
+
+    order: tuple[int, ...]
+    edges: tuple[tuple[int, int, tuple[str, ...]], ...]
+    root: int
+    share: Fraction | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A tree on the wires: the shards that it is when it has the whole buffer, or its owner's whole part."""
+
+    shards: tuple[Shard, ...]
+    share: Fraction | None
+
+
+def plan_from_trees(
+    topology: TopologyLike,
+    collective: str,
+    trees: Sequence[object],
+    *,
+    shares: Sequence[Share | None] | None = None,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The plan that runs a collective over one's own trees.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    collective : str
+        allreduce (up and down each tree), broadcast, reduce, allgather or reduce_scatter, whose trees have their owners
+        as roots.
+    trees : sequence
+        Of each tree its edges, ``[(parent, child), …]``; a nested list, ``[root, [child, grandchild], child]``; an
+        order of ranks from the root on, ``[0, 1, 2]``, which is a chain; or one of these under its name:
+        ``{"edges": …}``, ``{"tree": …}``, ``{"chain": …}``, ``{"ring": …}``, where ``"share"`` may stand too. Ranks
+        are numbers from 0 in the order of the GPUs, or names of devices. An edge may have its route,
+        ``(parent, child, devices)``.
+    shares : sequence of Fraction, int, float, text such as "1/3", or None, optional
+        Of each tree, a part of the whole buffer; None for those that are to be chosen.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the root of the trees for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        A tree is none, or not of all ranks; an unknown rank or device; shares that do not add up; as `topoplan.plan`.
+    InfeasibleError
+        The channels do not connect the allocation, or no path leads along an edge.
+
+    Examples
+    --------
+    Blink's GPUs 1, 4, 5, 7 have NVLinks between 4, 5 and 7 and from 1 to 5: the two trees that `topoplan.plan` finds.
+
+    >>> import topoplan
+    >>> made = plan_from_trees("dgx-1v", "allreduce", [[(1, 2), (1, 3), (2, 0)], [2, [3, 1], 0]], gpus=[1, 4, 5, 7])
+    >>> made.rate, made.bound, [str(shard.share) for shard in made.shards]
+    (50.0, 50.0, ['1/2', '1/2'])
+    >>> round(plan_from_trees("dgx-1v", "allreduce", [{"ring": [0, 1, 2, 3]}], gpus=[0, 1, 2, 3]).rate, 3)
+    16.667
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus)
+    names = asked.topology.gpus
+    given = [_given(tree, number, names) for number, tree in enumerate(_listed(trees))]
+    given = _with_shares(given, shares)
+    if asked.collective in ROOTED:
+        centre = _common_root(given, asked, root)
+        asked = replace(asked, root=centre)
+    elif root is not None:
+        raise UsageError(
+            f"{asked.collective} has no root; leave out root {root}, or plan a broadcast or reduce"
+        )
+    fabric = asked.fabric(channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, asked.collective, root=asked.root, method=USER_TREES)
+        return made.timed(time.perf_counter() - started)
+    routed, notes = _routed(given, fabric, asked)
+    parts = _parts(routed, asked.collective, fabric.size)
+    chosen = _shares(routed, parts, fabric)
+    idle = [str(number) for number, share in enumerate(chosen) if not share]
+    if idle:
+        which = f"trees {', '.join(idle)} add" if len(idle) > 1 else f"tree {idle[0]} adds"
+        notes.append(f"{which} nothing beside the others: no share")
+    shards = [
+        Shard(shard.share * share, shard.stages)
+        for tree, share in zip(routed, chosen, strict=True)
+        for shard in tree.shards
+        if share
+    ]
+    if asked.collective in ("allgather", "reduce_scatter"):
+        shards.sort(key=lambda shard: shard.stages[0].root)
+    made = build_plan(
+        fabric,
+        asked.collective,
+        root=asked.root,
+        shards=shards,
+        certificate=best_bound(fabric, asked.collective, asked.root),
+        schedule=USER_TREES,
+        method=USER_TREES,
+        notes=notes,
+    )
+    verify(made)
+    return made.timed(time.perf_counter() - started)
+
+
+def _listed(trees: object) -> list[object]:
+    if not isinstance(trees, list | tuple) or not trees:
+        raise UsageError(f"trees must be a list of one tree or more; of each {FORMS}")
+    return list(trees)
+
+
+def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
+    """Read and check one tree."""
+    where = f"tree {number}"
+    share = None
+    if isinstance(tree, Mapping):
+        unknown = [key for key in tree if key not in (*SHAPES, "share")]
+        if unknown:
+            raise UsageError(
+                f"{where}: key {unknown[0]!r} is unknown; known are {', '.join(SHAPES)} and share"[:300]
+            )
+        shapes = [key for key in SHAPES if key in tree]
+        if len(shapes) != 1:
+            raise UsageError(f"{where}: it has {' and '.join(shapes) or 'no tree'}; {FORMS}")
+        shape, body = shapes[0], tree[shapes[0]]
+        share = None if tree.get("share") is None else _share(tree["share"], where)
+    else:
+        shape, body = _shape(tree), tree
+    if not isinstance(body, list | tuple) or not body:
+        raise UsageError(f"{where}: {_short(body)} is no tree; {FORMS}")
+    if shape in ("chain", "ring"):
+        order = tuple(_rank(item, names, where) for item in body)
+        _check_order(order, names, where, shape)
+        if shape == "ring":
+            return _Given(order, (), -1, share)
+        edges = [(parent, child, ()) for parent, child in pairwise(order)]
+        return _Given((), tuple(edges), order[0], share)
+    found = (
+        _nested_edges(body, names, where) if shape == "tree" else [_edge(item, names, where) for item in body]
+    )
+    return _Given((), tuple(found), _root_of(found, names, where), share)
+
+
+def _shape(tree: object) -> str:
+    """What a tree without a name for it is: pairs are edges, ranks alone an order, and both mixed a nested list."""
+    if not isinstance(tree, list | tuple):
+        return "edges"
+    lists = [isinstance(item, list | tuple) for item in tree]
+    return "edges" if all(lists) else "tree" if any(lists) else "chain"
+
+
+def _rank(item: object, names: Sequence[str], where: str) -> int:
+    if isinstance(item, str) and item in names:
+        return names.index(item)
+    if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < len(names):
+        return item
+    told = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]}"
+    raise UsageError(f"{where}: {_short(item)} is no rank; ranks are 0 to {len(names) - 1}, which are {told}")
+
+
+def _edge(item: object, names: Sequence[str], where: str) -> tuple[int, int, tuple[str, ...]]:
+    if not isinstance(item, list | tuple) or len(item) not in (2, 3):
+        raise UsageError(
+            f"{where}: {_short(item)} is no edge; give [parent, child] or [parent, child, [devices]]"
+        )
+    parent, child = (_rank(end, names, where) for end in item[:2])
+    if parent == child:
+        raise UsageError(f"{where}: an edge joins rank {parent} with itself")
+    route = item[2] if len(item) == 3 else ()
+    if not isinstance(route, list | tuple) or not all(isinstance(name, str) for name in route):
+        raise UsageError(f"{where}: the route {_short(route)} is no list of names of devices")
+    return parent, child, tuple(route)
+
+
+def _nested_edges(
+    body: Sequence[object], names: Sequence[str], where: str
+) -> list[tuple[int, int, tuple[str, ...]]]:
+    """The edges of ``[root, child, [child, grandchild], …]``."""
+    edges: list[tuple[int, int, tuple[str, ...]]] = []
+    waiting: list[tuple[int, object]] = [(-1, body)]
+    for above, item in waiting:
+        branch = list(item) if isinstance(item, list | tuple) else [item]
+        if not branch:
+            raise UsageError(f"{where}: an empty list is no branch; a branch begins with its rank")
+        rank = _rank(branch[0], names, where)
+        if above >= 0:
+            edges.append((above, rank, ()))
+        waiting += [(rank, child) for child in branch[1:]]
+    return edges
+
+
+def _check_order(order: tuple[int, ...], names: Sequence[str], where: str, shape: str) -> None:
+    twice = [rank for place, rank in enumerate(order) if rank in order[:place]]
+    if twice:
+        raise UsageError(f"{where}: rank {twice[0]} stands twice in the {shape}; every rank stands once")
+    _check_spans(set(order), names, where)
+
+
+def _check_spans(reached: set[int], names: Sequence[str], where: str) -> None:
+    missing = [rank for rank in range(len(names)) if rank not in reached]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            f"{where}: it does not reach rank {missing[0]} ({names[missing[0]]}){more}; a tree spans all"
+        )
+
+
+def _root_of(edges: Sequence[tuple[int, int, tuple[str, ...]]], names: Sequence[str], where: str) -> int:
+    """The root of a spanning tree; UsageError where the edges are none."""
+    parent: dict[int, int] = {}
+    for above, below, _ in edges:
+        if below in parent:
+            raise UsageError(
+                f"{where}: rank {below} has two parents, {parent[below]} and {above}; a tree gives it one"
+            )
+        parent[below] = above
+    touched = {end for above, below, _ in edges for end in (above, below)} or {0}
+    roots = sorted(touched - set(parent))
+    if not roots:
+        raise UsageError(
+            f"{where}: its edges run in a cycle, so no rank is the root; edges are [parent, child]"
+        )
+    if len(roots) > 1:
+        raise UsageError(
+            f"{where}: ranks {roots[0]} and {roots[1]} both have no parent; a tree has one root, and edges are "
+            "[parent, child]"
+        )
+    reached, frontier = {roots[0]}, [roots[0]]
+    children: dict[int, list[int]] = {}
+    for above, below, _ in edges:
+        children.setdefault(above, []).append(below)
+    for rank in frontier:
+        for below in children.get(rank, ()):
+            reached.add(below)
+            frontier.append(below)
+    stray = sorted(touched - reached)
+    if stray:
+        raise UsageError(f"{where}: rank {stray[0]} hangs in a cycle that the root {roots[0]} does not reach")
+    _check_spans(reached, names, where)
+    return roots[0]
+
+
+def _share(value: object, where: str) -> Fraction:
+    """A share above zero, at most 1, exact: decimals are what they say."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, Fraction | int | float | str):
+            raise ValueError
+        if isinstance(value, str) and not _SHARE.fullmatch(value):
+            raise ValueError
+        share = Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(f'{where}: the share {_short(value)} is no number such as 0.5 or "1/3"') from None
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"{where}: the share {_short(value)} is not above 0 and at most 1; leave out trees of no share"
+        )
+    return share
+
+
+def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> list[_Given]:
+    if shares is None:
+        return given
+    if any(tree.share is not None for tree in given):
+        raise UsageError("shares are given beside the trees and inside them; give them in one place")
+    if len(shares) != len(given):
+        raise UsageError(
+            f"{len(shares)} shares do not fit {len(given)} trees; give one each, None for those to choose"
+        )
+    return [
+        replace(tree, share=None if share is None else _share(share, f"tree {number}"))
+        for number, (tree, share) in enumerate(zip(given, shares, strict=True))
+    ]
+
+
+def _common_root(given: Sequence[_Given], asked: Allocation, root: int | None) -> int:
+    """The root rank of a broadcast or reduce."""
+    rooted = [(number, tree.root) for number, tree in enumerate(given) if tree.root >= 0]
+    wanted = (
+        None
+        if root is None
+        else Allocation.of(asked.machine, asked.collective, gpus=asked.gpus, root=root).root
+    )
+    centre = wanted if wanted is not None else rooted[0][1] if rooted else 0
+    for number, own in rooted:
+        if own != centre:
+            why = (
+                f"root {root} was asked for" if root is not None else f"tree {rooted[0][0]} has rank {centre}"
+            )
+            raise UsageError(
+                f"tree {number} has rank {own} as its root, but {why}; a {asked.collective} has one root"
+            )
+    return centre
+
+
+def _routed(given: Sequence[_Given], fabric: Fabric, asked: Allocation) -> tuple[list[_Routed], list[str]]:
+    """Every tree on the wires, and what there is to say about its routes."""
+    routes = LeastLoaded(fabric)
+    share = Fraction(1, len(given))
+    relayed: dict[str, None] = {}
+    found = []
+    for number, tree in enumerate(given):
+        if tree.order:
+            hops = []
+            for tail, head in pairwise((*tree.order, tree.order[0])):
+                edge = _wired(
+                    routes, fabric, "broadcast", (tail, head, ()), tree.share or share, number, relayed
+                )
+                hops.append(tuple(fabric.link_index[ends] for ends in pairwise(edge.route)))
+            ring = LogicalRing(Fraction(1), tree.order, tuple(hops))
+            shards = ring_shards([ring], fabric, collective=asked.collective, root=asked.root)
+        else:
+            stages = tuple(
+                Stage(
+                    op,
+                    tree.root,
+                    tuple(
+                        _wired(routes, fabric, op, edge, tree.share or share, number, relayed)
+                        for edge in tree.edges
+                    ),
+                )
+                for op in stage_order(asked.collective)
+            )
+            stages = tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages)
+            shards = (Shard(Fraction(1), stages),)
+        found.append(_Routed(shards, tree.share))
+    return found, list(relayed)
+
+
+def _wired(
+    routes: LeastLoaded,
+    fabric: Fabric,
+    op: str,
+    edge: tuple[int, int, tuple[str, ...]],
+    share: Fraction,
+    number: int,
+    relayed: dict[str, None],
+) -> Edge:
+    """One edge with its route, in the direction from parent to child."""
+    parent, child, route = edge
+    ends = (parent, child) if op == "broadcast" else (child, parent)
+    if not route and routes.joined(*ends):
+        return routes.edge(op, (parent,), child, share)
+    if route:
+        if (route[0], route[-1]) != (fabric.ranks[parent], fabric.ranks[child]):
+            raise UsageError(
+                f"tree {number}: the route {'-'.join(route)} does not lead from {fabric.ranks[parent]} to "
+                f"{fabric.ranks[child]}"[:300]
+            )
+        forward = route if op == "broadcast" else route[::-1]
+        for src, dst in pairwise(forward):
+            if (src, dst) not in fabric.link_index:
+                raise UsageError(
+                    f"tree {number}: the route {'-'.join(route)} crosses {src}->{dst}, where there is no link over "
+                    f"{'+'.join(fabric.channels)}"[:300]
+                )
+        foreign = fabric.transit.foreign(forward)
+        if foreign is not None:
+            raise UsageError(
+                f"tree {number}: the route {'-'.join(route)} passes {foreign} of server "
+                f"{fabric.transit.servers[foreign]}, which does not forward what other servers send"[:300]
+            )
+        links = tuple(fabric.link_index[pair] for pair in pairwise(forward))
+    else:
+        try:
+            links = shortest_route(fabric, *ends)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"tree {number}: {error}", cut=error.cut) from None
+        forward = (fabric.ranks[ends[0]], *(fabric.links[link].dst for link in links))
+        between = ", ".join(forward[1:-1])
+        relayed[f"no wire leads from {forward[0]} to {forward[-1]}: data passes {between}"] = None
+    return Edge(parent, child, forward if op == "broadcast" else forward[::-1], fabric.channel_of(links))
+
+
+def _parts(routed: Sequence[_Routed], collective: str, size: int) -> list[dict[int, Fraction]]:
+    """What part of each owner's need a whole tree covers: 1 of the only one, 1/N of each for a ring of all owners."""
+    if collective not in ("allgather", "reduce_scatter"):
+        return [{0: Fraction(1)} for _ in routed]
+    found: list[dict[int, Fraction]] = []
+    for tree in routed:
+        covered: dict[int, Fraction] = {}
+        for shard in tree.shards:
+            owner = shard.stages[0].root
+            covered[owner] = covered.get(owner, Fraction(0)) + shard.share
+        found.append(covered)
+    lacking = sorted(set(range(size)) - {owner for covered in found for owner in covered})
+    if lacking:
+        raise UsageError(
+            f"no tree has rank {lacking[0]} as its root; {collective} needs one from every rank, or a ring"
+        )
+    return found
+
+
+def _shares(
+    routed: Sequence[_Routed], parts: Sequence[Mapping[int, Fraction]], fabric: Fabric
+) -> list[Fraction]:
+    """The share of every tree: as given, and else those of the highest rate."""
+    owners = sorted({owner for covered in parts for owner in covered})
+    need = {owner: Fraction(1, len(owners)) for owner in owners}
+    for tree, covered in zip(routed, parts, strict=True):
+        for owner, part in covered.items():
+            need[owner] -= part * (tree.share or 0)
+    free = [number for number, tree in enumerate(routed) if tree.share is None]
+    open_to = {owner for number in free for owner in parts[number]}
+    for owner in owners:
+        if need[owner] < 0 or (need[owner] > 0 and owner not in open_to):
+            whole = Fraction(1, len(owners))
+            of = "" if len(owners) == 1 else f" of the trees of rank {owner}"
+            raise UsageError(
+                f"the shares{of} add up to {whole - need[owner]}, not to {whole}; leave out those that may be chosen"
+            )
+    if free:
+        chosen = _best_shares(routed, parts, need, free, fabric)
+        return [tree.share or chosen.get(number, Fraction(0)) for number, tree in enumerate(routed)]
+    return [tree.share or Fraction(0) for tree in routed]
+
+
+def _best_shares(
+    routed: Sequence[_Routed],
+    parts: Sequence[Mapping[int, Fraction]],
+    need: Mapping[int, Fraction],
+    free: Sequence[int],
+    fabric: Fabric,
+) -> dict[int, Fraction]:
+    """Shares of the free trees for which the rate is highest; a column for the rate, then one for each of them."""
+    capacity, _ = whole_capacities(fabric)
+    loads = [link_loads(tree.shards, fabric) for tree in routed]
+    fixed = [
+        sum((load[link] * (tree.share or 0) for load, tree in zip(loads, routed, strict=True)), Fraction(0))
+        for link in range(len(capacity))
+    ]
+    columns = [[*fixed, *need.values()]]
+    columns += [
+        [*loads[number], *(-parts[number].get(owner, Fraction(0)) for owner in need)] for number in free
+    ]
+    unit = lcm(*(value.denominator for column in columns for value in column))
+    program = PackingSimplex([*capacity, *[0] * len(need)])
+    try:
+        program.add([[int(value * unit) for value in column] for column in columns], [1, *[0] * len(free)])
+    except OverflowError:
+        raise UsageError(
+            f"the shares have the common denominator {unit}, which is too large; write simpler fractions"[
+                :300
+            ]
+        ) from None
+    program.optimise()
+    found = program.solution()
+    rate = found[0]
+    return {number: found[place] / rate for place, number in enumerate(free, 1) if place in found}
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]

@@ -1,1 +1,0 @@
-"""Exact linear programming: a rational simplex, guided by one in floating point."""

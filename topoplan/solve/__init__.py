@@ -1,0 +1,1 @@
+"""Compute plans: trees, packings, bounds and their certificates."""

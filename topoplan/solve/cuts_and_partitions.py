@@ -1,0 +1,437 @@
+"""Bound the rate of a collective without a packing: cuts by maximum flow, partitions by a chain of maximum flows.
+
+- Broadcast from r: the smallest cut between r and any rank (Edmonds 1973).
+- Allgather: the largest |S ∩ ranks| / B+(S) over device sets S that leave out a rank (ForestColl, 2024), by
+  Dinkelbach's method on flows from a super source.
+- Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
+  Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
+- All-to-all: the best of cuts around ranks and servers, and of equal lengths of all links (every block takes at
+  least as many links as lie between its ranks). The exact optimum may need the dual values of a packing.
+- Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or
+  on the links into equivalent parts. The exact optimum may need the dual values of a packing. If switches copy and
+  add, the lengths of ports do not hold.
+
+Equivalent parts (servers behind a network, leaves behind a spine): if a set U of devices and its images under the
+fabric's symmetries part all ranks into k groups, every tree enters k - 1 of them (a reduce as well as a broadcast,
+whatever its root), so rate <= k B-(U) / (2 (k - 1)), with B-(U) the capacity into U. As dual lengths: 1 on those
+links.
+
+`quick_bound` serves machines of many inequivalent ranks, on which flows take too long: it looks only at the cuts
+around single ranks, servers and pods (`nested_blocks`), and at the links into all k blocks of a level together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+
+from topoplan.errors import PlanError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
+from topoplan.solve.symmetry.nested_blocks import nested_blocks
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+IMAGES = 16
+"""Elements for each rank that symmetries may have which only take a cut to its images: none is listed."""
+
+
+@lru_cache(maxsize=16)
+def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
+    """The certificate of the lowest bound that flows alone can prove for a collective.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        All ranks connected.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+
+    Returns
+    -------
+    OneFabric
+        Its value is `Certificate.bound`. Tight for broadcast, reduce, allgather and reduce-scatter wherever links
+        are symmetric, and for allreduce on direct symmetric links.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> for collective in ("broadcast", "allgather", "allreduce"):
+    ...     certificate = best_bound(fabric, collective, 0)
+    ...     print(collective, certificate.bound(fabric, collective, 0))
+    broadcast 150
+    allgather 1200/7
+    allreduce 600/7
+    """
+    if fabric.size == 1:
+        return Trivial()
+    capacity, _ = whole_capacities(fabric)
+    if collective in ("broadcast", "reduce"):
+        assert root is not None, "broadcast and reduce have a root"
+        return Cut(_names(fabric, _rooted_cut(fabric, capacity, root, forward=collective == "broadcast")))
+    if collective in ("allgather", "reduce_scatter"):
+        return _gather_cut(fabric, forward=collective == "allgather")
+    if collective == "alltoall":
+        return min(exchange_bounds(fabric), key=lambda one: one.bound(fabric, collective, None))
+    if fabric.direct and fabric.symmetric:
+        parts = weakest_partition(fabric, capacity)
+        return Partition(tuple(_names(fabric, part) for part in parts))
+    candidates: list[tuple[Fraction, OneFabric]] = [
+        (cut.bound(fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+    ]
+    ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
+    candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
+    candidates += _server_lengths(fabric)
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
+    """Capacities as whole numbers, and the number of them that make one GB/s."""
+    scale = lcm(*(c.denominator for c in fabric.capacity))
+    return [c.numerator * (scale // c.denominator) for c in fabric.capacity], scale
+
+
+def _arcs(fabric: Fabric, capacity: Sequence[int], forward: bool) -> list[tuple[int, int, int]]:
+    ends = fabric.ends if forward else [(d, s) for s, d in fabric.ends]
+    return [(s, d, c) for (s, d), c in zip(ends, capacity, strict=True)]
+
+
+def _names(fabric: Fabric, nodes: set[int]) -> tuple[str, ...]:
+    return tuple(fabric.nodes[node] for node in sorted(nodes))
+
+
+def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """Nodes on the root's side of the smallest cut that parts it from a rank, under any capacities of the links.
+
+    ``forward`` counts what leaves the root's side, as for a broadcast; otherwise what enters it.
+    """
+    network = FlowNetwork(len(fabric.nodes), _arcs(fabric, capacity, forward))
+    best: tuple[int, set[int]] | None = None
+    for rank in range(fabric.size):
+        if rank != root:
+            value = network.maximum(root, rank)
+            if best is None or value < best[0]:
+                best = (value, network.source_side())
+    assert best is not None, "there are at least two ranks"
+    return best[1]
+
+
+def _rooted_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """As `smallest_cut` for the fabric's own capacities: one flow for each class of ranks that look alike."""
+    cuts = []
+    for rank in equivalent_ranks(fabric, [root]):
+        quotient = Quotient(fabric, capacity, fixed=[root, rank], forward=forward)
+        cuts.append(quotient.smallest_cut(root, rank))
+    return min(cuts, key=lambda cut: cut[0])[1]
+
+
+def _gather_cut(fabric: Fabric, forward: bool) -> Cut:
+    capacity, scale = whole_capacities(fabric)
+    quotients = {
+        rank: Quotient(fabric, capacity, fixed=[rank], forward=forward) for rank in equivalent_ranks(fabric)
+    }
+    side = {node for node in range(len(fabric.nodes)) if node != 0}
+    time = _gather_time(fabric, side, forward)
+    while True:
+        improved = False
+        for rank, quotient in quotients.items():
+            found = quotient.gather_cut(rank, ranks=fabric.size, time=time / scale)
+            if found is not None:
+                slower = _gather_time(fabric, found, forward)
+                if slower > time:
+                    time, side, improved = slower, found, True
+        if not improved:
+            return Cut(_names(fabric, side))
+
+
+def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
+    """Seconds that N bytes per GB/s take across a cut: |S ∩ ranks| / B+(S)."""
+    inside = sum(node < fabric.size for node in side)
+    crossing = sum(
+        (
+            c
+            for (s, d), c in zip(fabric.ends, fabric.capacity, strict=True)
+            if (s in side) != (d in side) and (s in side) == forward
+        ),
+        Fraction(0),
+    )
+    return Fraction(inside) / crossing
+
+
+def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
+    """The partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under any symmetric capacities.
+
+    Dinkelbach's method, from the partition into single ranks on.
+    """
+    weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
+    parts = [{rank} for rank in range(fabric.size)]
+    while True:
+        value = _strength(weight, parts)
+        better = _cheapest_partition(fabric.size, weight, value)
+        if len(better) < 2 or _strength(weight, better) >= value:
+            return sorted(parts, key=min)
+        parts = better
+
+
+def _strength(weight: dict[tuple[int, int], int], parts: list[set[int]]) -> Fraction:
+    part_of = {rank: number for number, part in enumerate(parts) for rank in part}
+    return Fraction(sum(c for (u, v), c in weight.items() if part_of[u] != part_of[v]), len(parts) - 1)
+
+
+def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fraction) -> list[set[int]]:
+    """The partition that minimises cut(P) - price x |P|, by greedy Dilworth truncation.
+
+    x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; tight sets that
+    meet are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
+
+    Three ranks, wires 0-1 of 4 and 1-2 of 1, price 2 (so twice cut(S) / 2 - price is cut(S) - 4):
+    rank 0: S = {0}                                 4 - 4            x(0) =  0    parts {0}
+    rank 1: S = {1}: 5 - 4 = 1, or {0, 1}: 1 - 4 - x(0) = -3         x(1) = -3    parts {0, 1}
+    rank 2: S = {2}: 1 - 4 = -3, or {0, 1, 2}: 0 - 4 - (-3) = -1     x(2) = -3    parts {0, 1}, {2}
+    The sum, -6, is twice cut(P) - price x |P| = 1 - 2 x 2 = -3, the least: all apart 5 - 6, all together 0 - 2.
+    """
+    unit = price.denominator
+    charge = 2 * price.numerator
+    potential: list[int] = []
+    parts: list[set[int]] = []
+    for v in range(size):
+        # S = {v} + those on v's side. Vertex u < v pays its links to later vertices minus what it was given.
+        sink = v + 1
+        arcs = [(a, b, unit * c) for (a, b), c in weight.items() if a <= v and b <= v]
+        arcs += [(b, a, c) for a, b, c in arcs]
+        constant = 0
+        for u in range(v):
+            later = unit * sum(c for (a, b), c in weight.items() if (a == u and b > v) or (b == u and a > v))
+            pays = later - potential[u]
+            if pays > 0:
+                arcs.append((u, sink, pays))
+            elif pays < 0:
+                arcs.append((v, u, -pays))
+                constant += pays
+        own = unit * sum(c for (a, b), c in weight.items() if (a == v and b > v) or (b == v and a > v))
+        network = FlowNetwork(v + 2, arcs)
+        potential.append(network.maximum(v, sink) + constant + own - charge)
+        tight = network.source_side() - {sink}
+        for part in [part for part in parts if part & tight]:
+            parts.remove(part)
+            tight |= part
+        parts.append(tight)
+    return parts
+
+
+def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
+    """Length 1 on all links that leave ranks (or enter them): N - 1 such links per tree, two trees per byte."""
+    ports = [
+        (link, capacity)
+        for link, (s, d), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True)
+        if (s if leaving else d) < fabric.size
+    ]
+    lengths = Lengths(tuple((link.src, link.dst, Fraction(1)) for link, _ in ports))
+    return sum((capacity for _, capacity in ports), Fraction(0)) / (2 * (fabric.size - 1)), lengths
+
+
+def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
+    """Lengths on the links into all parts that look like the one behind the tightest cut, and on those out of them."""
+    found: list[tuple[Fraction, OneFabric]] = []
+    for entering in (True,) if fabric.symmetric else (True, False):
+        side = set(_gather_cut(fabric, forward=entering).side)
+        part = [node for node, name in enumerate(fabric.nodes) if name not in side]
+        candidate = repeated_cut(fabric, part, entering=entering)
+        if candidate is not None and _provable(candidate[1], fabric):
+            found.append(candidate)
+    return found
+
+
+def exchange_bounds(fabric: Fabric) -> list[OneFabric]:
+    """What is tried for an all-to-all: cuts around the narrowest ranks and all servers, and length 1 on all links."""
+    out, into = [Fraction(0)] * fabric.size, [Fraction(0)] * fabric.size
+    for (src, dst), capacity in zip(fabric.ends, fabric.capacity, strict=True):
+        if src < fabric.size:
+            out[src] += capacity
+        if dst < fabric.size:
+            into[dst] += capacity
+    everything = set(range(len(fabric.nodes)))
+    sides = [{out.index(min(out))}, everything - {into.index(min(into))}]
+    server_of = {device.name: device.server for device in fabric.topology.devices}
+    servers = dict.fromkeys(server_of[name] for name in fabric.ranks)
+    for server in servers if len(servers) > 1 else ():
+        side = {node for node, name in enumerate(fabric.nodes) if server_of[name] == server}
+        sides += [side, everything - side]
+    cuts = [Cut(_names(fabric, side)) for side in sides]
+    return [*cuts, Lengths(tuple((link.src, link.dst, Fraction(1)) for link in fabric.links))]
+
+
+def _provable(lengths: Lengths, fabric: Fabric) -> bool:
+    """False where a helper, or a switch that copies or adds, makes lengths prove nothing."""
+    if not fabric.in_network and not fabric.helpers:
+        return True
+    try:
+        lengths.bound(fabric, "allreduce", None)
+    except PlanError:
+        return False
+    return True
+
+
+def _rank_cuts(fabric: Fabric) -> list[Cut]:
+    """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
+    capacity, _ = whole_capacities(fabric)
+    ways = (True,) if fabric.symmetric else (True, False)
+    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
+
+
+def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
+    """What a set of nodes and its images prove of an allreduce, or None where they do not part the ranks.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    part : iterable of int
+        Nodes; the ranks among them are one group.
+    entering : bool
+        Count links into the groups, or those that leave them.
+
+    Returns
+    -------
+    (Fraction, Lengths) or None
+        GB/s, and the certificate.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> fabric = Fabric(topoplan.nvswitch_cluster(4), ("nvlink", "network"))
+    >>> server = [node for node, name in enumerate(fabric.nodes) if name.startswith("s0.")]
+    >>> float(repeated_cut(fabric, server, entering=True)[0])
+    133.33333333333334
+    """
+    groups = _images_of_nodes(fabric, sorted(part))
+    group_of = [-1] * len(fabric.nodes)
+    for number, group in enumerate(groups):
+        for node in group:
+            if group_of[node] >= 0:
+                return None
+            group_of[node] = number
+    if len(groups) < 2 or -1 in group_of[: fabric.size]:
+        return None
+    lengths = []
+    crossing = Fraction(0)
+    for link, (src, dst), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True):
+        if group_of[dst if entering else src] >= 0 and group_of[src] != group_of[dst]:
+            lengths.append((link.src, link.dst, Fraction(1)))
+            crossing += capacity
+    return crossing / (2 * (len(groups) - 1)), Lengths(tuple(lengths))
+
+
+def _images_of_nodes(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
+    """The images of a set of nodes under the symmetries that are found, the set itself first."""
+    largest = IMAGES * fabric.size
+    generators = [np.asarray(each) for each in find_symmetry(fabric, largest=largest)]
+    first = tuple(part)
+    known = {first}
+    found = [first]
+    for group in found:
+        for generator in generators:
+            image = tuple(sorted(generator[list(group)].tolist()))
+            if image not in known:
+                known.add(image)
+                found.append(image)
+    return found
+
+
+MOST_FLOWS = 64
+"""Ranks of which no two look alike, up to which flows are made for all of them."""
+
+
+def quick_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
+    """The certificate of the lowest bound that blocks prove; of few ranks, or where none does, that flows prove too.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        At least two connected ranks.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.nvswitch_cluster(16), ("nvlink", "network"))
+    >>> for collective in ("allgather", "allreduce"):
+    ...     print(collective, float(quick_bound(fabric, collective).bound(fabric, collective, None)))
+    allgather 213.33333333333334
+    allreduce 106.66666666666667
+    """
+    found: list[tuple[Fraction, OneFabric]] = []
+    for candidate in _block_candidates(fabric, collective, root):
+        try:
+            found.append((candidate.bound(fabric, collective, root), candidate))
+        except PlanError:
+            # Lengths prove nothing past a switch that copies or adds, nor a cut without a rank on either side.
+            continue
+    if fabric.size <= MOST_FLOWS or not found:
+        flows = best_bound(fabric, collective, root)
+        found.append((flows.bound(fabric, collective, root), flows))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _block_candidates(fabric: Fabric, collective: str, root: int | None) -> Iterator[OneFabric]:
+    for level in nested_blocks(fabric, labelled_graph_of(fabric)):
+        ranks_in = Counter(level[: fabric.size].tolist())
+        for entering in (True, False) if len(ranks_in) > 1 else ():
+            blocks = _tightened_blocks(fabric, level.tolist(), entering)
+            crossing = dict.fromkeys(ranks_in, Fraction(0))
+            crossed = []
+            for link, (src, dst), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True):
+                block = blocks[dst if entering else src]
+                if blocks[src] != blocks[dst] and block in crossing:
+                    crossing[block] += capacity
+                    crossed.append((link.src, link.dst, Fraction(1)))
+            rates = {
+                block: capacity / (fabric.size - ranks_in[block]) for block, capacity in crossing.items()
+            }
+            tightest = min(rates, key=rates.__getitem__)
+            yield _block_cut(
+                fabric, {node for node, block in enumerate(blocks) if block == tightest}, holds=root
+            )
+            if collective == "allreduce":
+                yield Lengths(tuple(crossed))
+
+
+def _tightened_blocks(fabric: Fabric, blocks: list[int], entering: bool) -> list[int]:
+    """The blocks without the devices at their borders through which more comes from outside than goes on inside.
+
+    A NIC with a wide cable and a narrow slot is left out of its server: the cut then runs through the slot.
+    """
+    while True:
+        outside = [Fraction(0)] * len(blocks)
+        inside = [Fraction(0)] * len(blocks)
+        for (src, dst), capacity in zip(fabric.ends, fabric.capacity, strict=True):
+            near, far = (dst, src) if entering else (src, dst)
+            if blocks[near] != blocks[far]:
+                outside[near] += capacity
+            else:
+                inside[far] += capacity
+        loose = [
+            node
+            for node in range(fabric.size, len(blocks))
+            if blocks[node] >= 0 and outside[node] > inside[node]
+        ]
+        if not loose:
+            return blocks
+        for node in loose:
+            blocks[node] = -1
+
+
+def _block_cut(fabric: Fabric, part: set[int], *, holds: int | None) -> Cut:
+    """The cut between a part and the rest, named by the side of the root; without one, by the rest."""
+    return Cut(tuple(name for node, name in enumerate(fabric.nodes) if (node in part) == (holds in part)))

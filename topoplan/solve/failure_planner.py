@@ -1,0 +1,303 @@
+"""Plan for a degraded machine: for every single failure at once, or for one damage that has happened.
+
+Failures are images of each other if an automorphism of the machine's wiring takes the losses of one to those of the
+other. Only the links that the plan after the failure may use count, so failures are first divided by their
+remaining channels: a failure that cuts NVLink apart is compared on PCIe. One failure of each class is planned (an
+optimum does not depend on names), and the automorphism is the renaming of the others.
+
+The generators of a large group may be found in part only; classes are then smaller, and the plans as good.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine import variants
+from topoplan.machine.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
+from topoplan.machine.fabric_structure import Integers, LabelledGraph, machine_labelled_graph
+from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.plans.certificates.exchange import SparseCertificate
+from topoplan.plans.permutation_groups import colours_with_fixed
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.plans.survival import (
+    FailureOutcome,
+    MachineFailure,
+    SurvivalPlans,
+    infeasibility_reason,
+    single_failures,
+    surviving_ranks,
+)
+from topoplan.solve.planner import plan as make_plan
+from topoplan.solve.symmetry.automorphisms import stabiliser_chain
+
+MATCHING_WORK = 4_000_000
+"""Work limit of the search for automorphisms: links of the machine times refinements, a few seconds."""
+
+LostParts = tuple[frozenset[int], frozenset[tuple[int, int]]]
+"""Nodes and links of a wiring that a failure takes out."""
+
+
+class Replanned(NamedTuple):
+    """A plan for what is left, and who runs it.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its ranks are those that are left, in the old order, numbered anew.
+    survivors : tuple of int
+        Old number of each new rank.
+    """
+
+    plan: Plan
+    survivors: tuple[int, ...]
+
+
+def replan(
+    plan: Plan,
+    *,
+    without_gpus: Sequence[int] = (),
+    without_links: Iterable[str] = (),
+    without_devices: Iterable[str] = (),
+    slow_links: Mapping[str, float] | None = None,
+    channels: str | None = None,
+    root: int | None = None,
+    order: str = "first",
+) -> Replanned:
+    """The best plan for what is left of a plan's machine, with its proof.
+
+    Parameters
+    ----------
+    plan : Plan
+    without_gpus : sequence of int
+        Ranks of the plan that are lost.
+    without_links, without_devices, slow_links
+        As `topoplan.without_links`, `topoplan.without_devices` and `topoplan.slow_links` take them.
+    channels : str or None
+        As of `topoplan.plan`; None stays with those of the plan where they join what is left, and else takes ``auto``.
+    root : int or None
+        Old number of the root of a broadcast or reduce; None keeps the root.
+    order : str
+        As of `topoplan.plan`: by default the first optimum that is found, since a job is waiting.
+
+    Returns
+    -------
+    Replanned
+        The plan, and the old rank of each new one.
+
+    Raises
+    ------
+    UsageError
+        What is lost is not there, or is the root, or the plan moves entries, or has a demand.
+    InfeasibleError
+        Nothing joins what is left; carries the cut.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> after = topoplan.replan(topoplan.plan("dgx-1v"), without_gpus=[3])
+    >>> after.plan.rate, after.plan.gap, after.survivors
+    (75.0, 0.0, (0, 1, 2, 4, 5, 6, 7))
+    """
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            "several plans are not replanned at once; give one, such as book.whole or plans.at(nbytes)"
+        )
+    kind = plan.certificate.kind
+    if isinstance(plan.certificate, SparseCertificate) or kind == "demand":
+        raise UsageError(
+            f"a plan with a certificate of kind {kind} is not replanned; plan the machine that is left"
+        )
+    whole = plan.topology
+    left = variants.slow_links(whole, slow_links or {})
+    left = variants.without_links(left, without_links)
+    left = variants.without_devices(left, without_devices)
+    old_root = plan.root if root is None else whole.select([root])[0]
+    if old_root is not None and old_root in set(without_gpus):
+        raise UsageError(f"rank {old_root}, the root of this {plan.collective}, is lost; name another root")
+    left = variants.without_gpus(left, without_gpus)
+    new_root = None if old_root is None else left.gpus.index(plan.ranks[old_root])
+    chosen = channels or _first_that_joins(left, plan.collective, new_root, ("+".join(plan.channels), "auto"))
+    order = order if plan.collective != ALL_TO_ALL else "height"
+    made = make_plan(left, plan.collective, root=new_root, channels=chosen, order=order)
+    return Replanned(made, surviving_ranks(plan, made))
+
+
+def _first_that_joins(left: Topology, collective: str, root: int | None, choices: Sequence[str]) -> str:
+    """The first choice of channels over which a plan exists; the last one where there is none."""
+    for choice in choices[:-1]:
+        try:
+            for channels in CHANNEL_SPLITS.get(choice, (choice,)):
+                usable_fabric(left, channels=channels, collective=collective, root=root)
+        except (InfeasibleError, UsageError):
+            continue
+        return choice
+    return choices[-1]
+
+
+def plan_survival(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    order: str = "height",
+    progress: Callable[[str], None] | None = None,
+) -> SurvivalPlans:
+    """The best plan for a machine, and for what is left of it after every single failure.
+
+    A failure is the loss of a GPU of the allocation, of the links between two devices, or of a switch, NIC or helper,
+    as far as the plan's channels use them.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels, order, progress
+        As of `topoplan.plan`. After failures that leave no plan over these channels, ``auto`` is taken.
+
+    Returns
+    -------
+    SurvivalPlans
+
+    Raises
+    ------
+    UsageError
+        As `topoplan.plan`, or the channels are nvlink+pcie or all-staged.
+    InfeasibleError
+        The whole machine has no plan.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> book = topoplan.plan_survival("dgx-1v")
+    >>> len(book.outcomes), len(book.own), min(book.plan_of(number).rate for number in range(24))
+    (24, 8, 75.0)
+    """
+    started = time.perf_counter()
+    if channels in CHANNEL_SPLITS or channels.startswith(STAGED):
+        raise UsageError(
+            f"plans for failures take one forest, not channels {channels}; use auto, or plan each failure alone"
+        )
+    over = partial(make_plan, order=order, progress=progress)
+    whole = over(topology, collective, gpus=gpus, root=root, channels=channels)
+    failures = single_failures(Fabric(whole.topology, whole.channels))
+    by_channels: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    outcomes: dict[int, FailureOutcome] = {}
+    for number, failure in enumerate(failures):
+        reason = None
+        for choice in dict.fromkeys((channels, "auto")):
+            reason = infeasibility_reason(whole, failure, choice)
+            if reason is None:
+                used = usable_fabric(
+                    failure.left_of(whole.topology),
+                    channels=choice,
+                    collective=whole.collective,
+                    root=_root_after(whole, failure),
+                )
+                by_channels.setdefault((choice, used.channels), []).append(number)
+                break
+        else:
+            outcomes[number] = FailureOutcome(failure, reason=str(reason))
+    for (choice, used_channels), numbers in by_channels.items():
+        images = _failure_images(whole, used_channels, [failures[number] for number in numbers])
+        for place, (like, renaming) in enumerate(images):
+            number, failure = numbers[place], failures[numbers[place]]
+            if like == place:
+                left = failure.left_of(whole.topology)
+                made = over(left, whole.collective, root=_root_after(whole, failure), channels=choice)
+                outcomes[number] = FailureOutcome(failure, plan=replace(made, seconds=None))
+            else:
+                outcomes[number] = FailureOutcome(failure, like=numbers[like], renaming=renaming)
+    return SurvivalPlans(
+        whole,
+        tuple(outcomes[number] for number in range(len(failures))),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _root_after(whole: Plan, failure: MachineFailure) -> int | None:
+    """The number of the root's GPU among those that are left."""
+    if whole.root is None:
+        return None
+    return failure.left_of(whole.topology).gpus.index(whole.ranks[whole.root])
+
+
+def _failure_images(
+    whole: Plan, channels: tuple[str, ...], failures: Sequence[MachineFailure]
+) -> list[tuple[int, tuple[tuple[str, str], ...]]]:
+    """For every failure the first one that an automorphism takes to it, and which devices that one renames."""
+    fabric = Fabric(whole.topology, channels)
+    wiring = _with_sides(machine_labelled_graph(whole.topology, channels), fabric.nodes)
+    colours = colours_with_fixed(wiring, () if whole.root is None else (whole.root,))
+    refinements = MATCHING_WORK // max(1, len(wiring.tails))
+    generators = [one.nodes for one in stabiliser_chain(wiring, colours, refinements=refinements).generators]
+    lost = [_lost_parts(whole, failure, fabric.nodes, wiring) for failure in failures]
+    alike: dict[LostParts, list[int]] = {}
+    for number, one in enumerate(lost):
+        alike.setdefault(one, []).append(number)
+    found: dict[int, tuple[int, tuple[tuple[str, str], ...]]] = {}
+    for first, start in enumerate(lost):
+        if first in found:
+            continue
+        reached: dict[LostParts, Integers] = {start: np.arange(wiring.size, dtype=np.int64)}
+        frontier = [start]
+        for here in frontier:
+            for generator in generators:
+                there = _moved_parts(here, generator)
+                if there not in reached:
+                    reached[there] = generator[reached[here]]
+                    frontier.append(there)
+        for one, image in reached.items():
+            renaming = tuple(
+                (name, fabric.nodes[target])
+                for name, target in zip(fabric.nodes, image.tolist(), strict=True)
+                if name != fabric.nodes[target]
+            )
+            for number in alike.get(one, ()):
+                found[number] = first, renaming
+    return [found[number] for number in range(len(failures))]
+
+
+def _with_sides(wiring: LabelledGraph, nodes: Sequence[str]) -> LabelledGraph:
+    """The wiring with the two sides of each NIC tied together, so that no automorphism takes them to two NICs."""
+    place = {name: number for number, name in enumerate(nodes)}
+    sent, received = variants.SIDES
+    ties = [
+        (number, place[other])
+        for name, number in place.items()
+        if name.endswith(sent) and (other := name.removesuffix(sent) + received) in place
+    ]
+    tails, heads = np.array(ties, dtype=np.int64).reshape(-1, 2).T
+    labels = np.full(len(ties), wiring.link_labels.max(initial=-1) + 1, dtype=np.int64)
+    return replace(
+        wiring,
+        tails=np.concatenate((wiring.tails, tails)),
+        heads=np.concatenate((wiring.heads, heads)),
+        link_labels=np.concatenate((wiring.link_labels, labels)),
+    )
+
+
+def _lost_parts(
+    whole: Plan, failure: MachineFailure, nodes: Sequence[str], wiring: LabelledGraph
+) -> LostParts:
+    """What a failure takes out of a wiring; nothing where it is of other links."""
+    if failure.kind != "link":
+        names = set(variants.find_devices(whole.topology, failure.name))
+        return frozenset(number for number, name in enumerate(nodes) if name in names), frozenset()
+    gone = variants.find_links(whole.topology, failure.name)
+    pairs = zip(wiring.tails.tolist(), wiring.heads.tolist(), strict=True)
+    return frozenset(), frozenset((a, b) for a, b in pairs if (nodes[a], nodes[b]) in gone)
+
+
+def _moved_parts(lost: LostParts, image: Integers) -> LostParts:
+    nodes, links = lost
+    return (
+        frozenset(int(image[node]) for node in nodes),
+        frozenset((int(image[a]), int(image[b])) for a, b in links),
+    )

@@ -1,0 +1,1 @@
+"""Pack spanning trees into the links between ranks."""

@@ -1,0 +1,383 @@
+"""Pack the optimal all-to-all: flows from every source at once, as paths with shares, and their proof.
+
+    maximise f, subject to   sum of x(T) usage(T, L) <= capacity(L),   sum of x(T) over the trees of rank s = f,
+
+where a tree of rank s leads from s to every rank that s sends to, and x(T) is the rate at which it serves a unit of
+the demand of each. Flows of one source that meet the demand are mixtures of such trees (Ford and Fulkerson 1962),
+so with one row for each source instead of one for each pair the optimum is that of the concurrent flow problem
+(Shahrokhi and Matula 1990). Its dual gives every link a length, and the cheapest tree is one of shortest paths
+(Dijkstra 1959), priced in whole numbers of any size. Ranks may relay; among paths of equal length those with few
+ranks in between are taken, then those of few links.
+
+Column generation runs on the orbits of the fabric's symmetries, and the final duals are priced once more in whole
+numbers, so rate and bound are equal as rationals. If a cut proves as much, it is the certificate, since it can be
+read.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from math import gcd, lcm
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.notes import Note
+from topoplan.plans.build import build_plan
+from topoplan.plans.certificates.certificate import Certificate, Cut, OneFabric
+from topoplan.plans.certificates.exchange import Demand, DemandMatrix
+from topoplan.plans.certificates.forest_length import zero_length_components
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.solve.cuts_and_partitions import exchange_bounds
+from topoplan.solve.packing.column_generation import ColumnGeneration
+from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, length_of
+from topoplan.solve.route_table import RouteTable
+from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+Path = tuple[int, ...]
+"""Nodes of a fabric from a source to a destination, one for what a rank keeps."""
+
+
+@dataclass(frozen=True)
+class FlowPacking(Packing):
+    """The packing problem of an all-to-all, perhaps up to symmetries.
+
+    ``down`` of its columns holds the parent of every node of the fabric, in layers where the height is limited, -1 for
+    the root and where nothing passes; ``up`` the node at which each rank is reached.
+
+    Parameters
+    ----------
+    fabric, collective, root, generators
+        As of `Packing`; the root is None, and symmetries keep the demand.
+    demand : tuple of tuple of int
+        What row sends to column, in any unit; what a rank keeps crosses no link.
+    """
+
+    demand: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def roots(self) -> tuple[int, ...]:
+        """The first rank of every orbit that sends something over links."""
+        return tuple(
+            rank for rank in self.orbits.first_ranks if sum(self.demand[rank]) > self.demand[rank][rank]
+        )
+
+    @cached_property
+    def shared(self) -> bool:
+        """Every source has a rate of its own, and all of them are equal."""
+        return True
+
+    @cached_property
+    def rate_of_one(self) -> Fraction:
+        """Units of demand in the buffer of a rank, on average: the program's value is the rate of one unit."""
+        return Fraction(sum(map(sum, self.demand)), self.fabric.size)
+
+    @cached_property
+    def _leaving(self) -> list[list[tuple[int, int]]]:
+        """For every state of the graph of routes, the states that its links lead to, and the rows of these links."""
+        row_of = self.orbits.row_of_link.tolist()
+        return [[(dst, row_of[link]) for link, dst in row] for row in self.fabric.route_graph.leaving()]
+
+    def shortest_paths(
+        self, root: int, lengths: Sequence[int], height: int | None = None
+    ) -> TreeColumn | None:
+        """The tree of shortest paths from a rank to all that it sends to, under lengths of the rows.
+
+        Parameters
+        ----------
+        height : int or None
+            Most edges on a path from rank to rank. Then the tree has a layer of states for each number of edges so far.
+
+        Returns
+        -------
+        TreeColumn or None
+            None where a path takes more edges.
+        """
+        size, nodes = self.fabric.size, len(self.fabric.route_graph.nodes)
+        layers = 1 if height is None else height + 1
+        parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
+        best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
+        heap = [(0, 0, 0, root)]
+        settled: list[int] = []
+        ends: dict[int, int] = {}
+        seen = [False] * (layers * nodes)
+        while heap:
+            reach, edges, links, state = heapq.heappop(heap)
+            if seen[state]:
+                continue
+            seen[state] = True
+            settled.append(state)
+            node = state % nodes
+            ends.setdefault(node, state)
+            if edges == height:
+                continue
+            for end, row in self._leaving[node]:
+                further = edges + (end < size)
+                there = (reach + lengths[row], further, links + 1)
+                if height is not None and further > height:
+                    continue
+                after = end if layers == 1 else further * nodes + end
+                if not seen[after] and (after not in best or there < best[after]):
+                    best[after] = there
+                    parent[after], entered[after] = state, row
+                    heapq.heappush(heap, (*there, after))
+        carried = [0] * (layers * nodes)
+        for rank, wanted in enumerate(self.demand[root]):
+            if wanted and rank not in ends:
+                return None
+            if wanted:
+                carried[ends[rank]] = wanted
+        usage = [0] * len(self.limits)
+        for state in reversed(settled[1:]):
+            if not carried[state]:
+                parent[state] = -1
+                continue
+            carried[parent[state]] += carried[state]
+            usage[entered[state]] += carried[state]
+        reached = tuple(ends.get(rank, -1) for rank in range(size))
+        routes = RouteTable(self.orbits, tuple(lengths))
+        return TreeColumn(root, reached, tuple(parent), tuple(usage), routes)
+
+    def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
+        """The shards of a plan: paths in the order of destination, source and share.
+
+        What a rank keeps is a shard without edges. A share is of the buffer of a rank, of the mean one where they
+        differ, so that all of them add up to the number of ranks.
+        """
+        found: dict[Path, Fraction] = {}
+        for path, part in self._parts_of_paths(weights):
+            found[path] = found.get(path, Fraction(0)) + part
+        shards: dict[tuple[int, int], list[tuple[Fraction, Path]]] = {}
+        for path, part in found.items():
+            shards.setdefault((path[-1], path[0]), []).append((part, path))
+        return tuple(
+            Shard(part * self.demand[pair[1]][pair[0]] / self.rate_of_one, (self._stage(path),))
+            for pair in sorted(shards)
+            for part, path in sorted(shards[pair], key=lambda item: (-item[0], len(item[1]), item[1]))
+        )
+
+    def _parts_of_paths(self, weights: Mapping[TreeColumn, Fraction]) -> Iterator[tuple[Path, Fraction]]:
+        """Every path with a part of what its destination wants; the parts of a pair add up to 1."""
+        totals: dict[int, Fraction] = {}
+        for tree, weight in weights.items():
+            totals[tree.root] = totals.get(tree.root, Fraction(0)) + weight
+        elements = self.orbits.elements.tolist()
+        alike = dict(zip(self.roots, self.root_counts, strict=True))
+        for tree, weight in weights.items():
+            paths = self._paths(tree)
+            images = Counter(tuple(element[node] for node in path) for element in elements for path in paths)
+            part = weight / totals[tree.root] * Fraction(alike[tree.root], len(elements))
+            for path, count in images.items():
+                yield path, part * count
+        for rank in range(self.fabric.size):
+            if self.demand[rank][rank]:
+                yield (rank,), Fraction(1)
+
+    def _paths(self, tree: TreeColumn) -> list[Path]:
+        """The path to every rank that the tree's root sends to."""
+        paths, nodes = [], self.fabric.route_graph.nodes
+        for rank, wanted in enumerate(self.demand[tree.root]):
+            if wanted and rank != tree.root:
+                state, path = tree.up[rank], [rank]
+                while state != tree.root:
+                    state = tree.down[state]
+                    path.append(nodes[state % len(nodes)])
+                paths.append(tuple(path[::-1]))
+        return paths
+
+    def edges_in_a_row(self, tree: TreeColumn) -> int:
+        """Most edges from rank to rank on a path of a tree."""
+        return max(sum(node < self.fabric.size for node in path) - 1 for path in self._paths(tree))
+
+    def _stage(self, path: Path) -> Stage:
+        """A chain of edges along a path, one from each rank on it to the next."""
+        fabric = self.fabric
+        names = [fabric.nodes[node] for node in path]
+        stops = [place for place, node in enumerate(path) if node < fabric.size]
+        edges = []
+        for start, stop in pairwise(stops):
+            route = tuple(names[start : stop + 1])
+            links = [fabric.link_index[ends] for ends in pairwise(route)]
+            edges.append(Edge(path[start], path[stop], route, fabric.channel_of(links)))
+        return Stage("broadcast", path[0], tuple(edges))
+
+
+@dataclass(frozen=True)
+class FlowPricing(Pricing):
+    """Cheapest columns of an all-to-all: shortest paths, exact."""
+
+    packing: FlowPacking
+
+    def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
+        """A tree of shortest paths of every root that has one, by its place among `FlowPacking.roots`."""
+        trees = (self.packing.shortest_paths(root, lengths, self.height) for root in self.packing.roots)
+        return {place: tree for place, tree in enumerate(trees) if tree is not None}
+
+
+Matrix = Sequence[Sequence[float]]
+"""Bytes that row sends to column."""
+
+MOST_LOW = 16
+"""Ranks that all look different up to which lower paths are looked for."""
+
+MOST_BYTES = 1 << 53
+"""Bytes of one pair up to which a number of JSON is exact everywhere."""
+
+
+def plan_all_to_all(
+    fabric: Fabric,
+    *,
+    demand: DemandMatrix | None = None,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The optimal all-to-all among two ranks or more.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        All ranks connected.
+    demand : N x N whole numbers, or None
+        Bytes that row sends to column, as `check_demand` returns them; None where all pairs exchange alike.
+    deadline : Deadline or None
+        When the best plan so far is taken.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Examples
+    --------
+    Four V100, joined by one or two NVLinks each pair: the single links are full, and the double ones relay.
+
+    >>> import topoplan
+    >>> made = plan_all_to_all(Fabric(topoplan.load("v100x4"), ("nvlink",)))
+    >>> made.rate, made.bound, made.height
+    (125.0, 125.0, 2)
+    """
+    deadline = deadline or Deadline(None)
+    generators: tuple[tuple[int, ...], ...] = ()
+    if demand is None:
+        units: DemandMatrix = ((1,) * fabric.size,) * fabric.size
+        generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric, largest=fabric.size))
+    else:
+        common = gcd(*(amount for row in demand for amount in row))
+        units = tuple(tuple(amount // common for amount in row) for row in demand)
+
+    def proofs(certificates: Sequence[OneFabric]) -> Iterator[tuple[Fraction, Certificate]]:
+        for one in certificates:
+            stated = one if demand is None else Demand(demand, one)
+            with suppress(PlanError):  # nothing that is wanted crosses this cut
+                yield stated.bound(fabric, ALL_TO_ALL, None), stated
+
+    packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, units)
+    known = list(proofs(exchange_bounds(fabric)))
+    bound, certificate = min(known, key=lambda one: one[0])
+    generation = ColumnGeneration(FlowPricing(packing), progress=progress, deadline=deadline)
+    if not generation.run(bound * packing.scale):
+        while not deadline.over() and _price_again(generation):
+            pass
+        lengths = packing.certificate(generation.duals())
+        known += proofs((*_candidate_cuts(lengths, fabric), lengths))
+        bound, certificate = min(known, key=lambda one: one[0])
+    notes: tuple[str, ...] = ()
+    tallest = max(map(packing.edges_in_a_row, generation.weights()))
+    if len(packing.roots) <= MOST_LOW and not deadline.cut:
+        generation = _lowest_paths(packing, generation, tallest, progress, deadline)
+    elif tallest > 1 and not deadline.cut:
+        notes = (
+            Note(f"height {tallest} is that of the first optimum; lower ones were not tried", "height open"),
+        )
+    if deadline.cut:
+        rate = float(generation.value / packing.scale)
+        notes = (deadline.note(time_limit_note(rate, float(bound)) if rate < bound else SEARCH_UNFINISHED),)
+    return build_plan(
+        fabric,
+        ALL_TO_ALL,
+        root=None,
+        shards=packing.shards(generation.weights()),
+        certificate=certificate,
+        schedule="paths",
+        method="exact",
+        notes=notes,
+    )
+
+
+def check_demand(demand: Matrix, size: int) -> DemandMatrix:
+    """The bytes that row sends to column among so many ranks, as whole numbers.
+
+    Raises
+    ------
+    UsageError
+        The matrix is no square of the number of ranks, an entry is no whole number of bytes, zero or more, or nothing
+        goes from any rank to another.
+
+    Examples
+    --------
+    >>> check_demand([[0, -1], [1, 0]], 2)
+    Traceback (most recent call last):
+    topoplan.errors.UsageError: the demand from rank 0 to rank 1 is -1; give whole bytes, zero or more
+    """
+    if len(demand) != size or any(len(row) != size for row in demand):
+        lengths = ", ".join(map(str, sorted({len(row) for row in demand})))
+        raise UsageError(
+            f"the demand has {len(demand)} rows of {lengths or 0} entries for {size} ranks; "
+            f"give {size} rows of {size}"
+        )
+    for source, row in enumerate(demand):
+        for destination, amount in enumerate(row):
+            if isinstance(amount, bool) or not 0 <= amount <= MOST_BYTES or amount != int(amount):
+                raise UsageError(
+                    f"the demand from rank {source} to rank {destination} is {amount}; give whole bytes, zero or more"
+                )
+    if not any(row[other] for rank, row in enumerate(demand) for other in range(size) if other != rank):
+        raise UsageError("the demand sends nothing from any rank to another; there is nothing to plan")
+    return tuple(tuple(int(amount) for amount in row) for row in demand)
+
+
+def _lowest_paths(
+    packing: FlowPacking,
+    generation: ColumnGeneration,
+    tallest: int,
+    progress: Callable[[str], None] | None,
+    deadline: Deadline,
+) -> ColumnGeneration:
+    """Paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
+    target = generation.value
+    for height in range(1, tallest):
+        limited = ColumnGeneration(FlowPricing(packing, height), progress=progress, deadline=deadline)
+        if limited.run(target, hopeless=target):
+            return limited
+    return generation
+
+
+def _price_again(generation: ColumnGeneration) -> bool:
+    """Price the columns once more under exact duals; True where one was better and the program has new ones."""
+    duals, _ = generation.program.duals()
+    lengths, prices = duals[: generation.rows], duals[generation.rows :]
+    found = generation.pricing.cheapest(lengths)
+    better = [tree for place, tree in sorted(found.items()) if length_of(tree, lengths) < prices[place]]
+    if not generation.add(better):
+        return False
+    generation.program.optimise()
+    return True
+
+
+def _candidate_cuts(lengths: OneFabric, fabric: Fabric) -> list[Cut]:
+    """The cuts between devices that lengths of links do not part: they may prove as much, and can be read."""
+    values = lengths.link_lengths(fabric, ALL_TO_ALL)
+    scale = lcm(*(value.denominator for value in values))
+    part = zero_length_components(fabric, [int(value * scale) for value in values])
+    with_ranks = sorted(set(part[: fabric.size]))
+    if len(with_ranks) < 2:
+        return []
+    return [
+        Cut(fabric.devices_of(state for state, other in enumerate(part) if other == first))
+        for first in with_ranks
+    ]

@@ -1,0 +1,451 @@
+"""Pack optimally by column generation, then at the lowest height, then with few trees.
+
+The first bound comes from flows alone (`topoplan.solve.cuts_and_partitions`). If a packing reaches it, that is the
+proof. If none does (switches that cannot copy, asymmetric ports), the final duals are the proof: dual lengths under
+which every forest is long enough.
+
+Few ranks (`has_exact_tables`): trees of any height give the optimum. Then heights are tried from the lowest on, and
+each is refuted by its own duals before the next is tried, so the height is the lowest possible.
+
+All others are packed on orbits of their symmetries. Heights are tried from the lowest possible one on: the first at
+which column generation reaches the bound is taken. If the bound is not reached, the duals of the run may themselves
+prove its value; else the optimum is found with trees of any height, priced exactly, and low heights are tried once
+more for that rate. The lowest height is the one that hop counts force, or one above a star that was refuted (the
+star of a rank is its only tree of height 1): then it is proved. Otherwise it is the lowest found, and the plan says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.notes import Note
+from topoplan.plans.certificates.certificate import Certificate, Lengths
+from topoplan.plans.shards import Shard
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.hop_constrained_search import SMALL_SEARCH, lowest_heights
+from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
+from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
+from topoplan.solve.packing.packing_program import (
+    Packing,
+    Pricing,
+    TreeColumn,
+    has_exact_tables,
+    symmetric_costs,
+)
+from topoplan.solve.search_control import (
+    SEARCH_UNFINISHED,
+    Deadline,
+    RandomStream,
+    deadline_of,
+    time_limit_note,
+)
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+ORDERS = ("height", "trees", "first")
+"""What is minimised first among packings of equal rate."""
+
+FIRST_HEIGHTS = 3
+"""Heights that are tried before trees of any height."""
+
+LATER_HEIGHTS = 12
+"""Heights that are tried for a rate that only trees of any height have reached."""
+
+WALKS = 12
+"""Walks along the optimal face in search of fewer trees."""
+
+MOST_AGAIN = 64
+"""Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPacking:
+    """An optimal packing.
+
+    Parameters
+    ----------
+    packing : Packing
+        The problem, with the symmetries on which it was packed.
+    weights : dict of TreeColumn to Fraction
+        Rate of each column in units of 1 / scale GB/s.
+    certificate : Certificate
+    notes : tuple of str
+        What could not be proved, or what a time limit cut short.
+    """
+
+    packing: Packing
+    weights: dict[TreeColumn, Fraction]
+    certificate: Certificate
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """All shards of a plan, or for large forests their templates with the symmetries."""
+        few = has_exact_tables(self.packing.fabric)
+        return self.packing.shards(self.weights) if few else self.packing.forest(self.weights)
+
+
+def pack_exact(
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None = None,
+    order: str = "height",
+    time_limit: float | Deadline | None = None,
+    progress: ProgressCallback | None = None,
+) -> ExactPacking:
+    """The optimal packing of a collective, low, and with its proof.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        At least two connected ranks.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    order : str
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height. ``first``: the
+        first optimum of the lowest height found, with as many trees as it has.
+    time_limit : float, Deadline or None
+        Seconds after which the best packing so far is taken; heights, rounds and walks under way are ended.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Notes
+    -----
+    The number of columns stays near the number of rows. DGX-1V takes milliseconds.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> packed = pack_exact(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
+    >>> len(packed.shards), packed.notes
+    (16, ())
+    """
+    pack = _pack_few if has_exact_tables(fabric) else _pack_on_orbits
+    return pack(fabric, collective, root, order, deadline_of(time_limit), progress)
+
+
+def pack_low(
+    fabric: Fabric,
+    collective: str,
+    certificate: Certificate,
+    *,
+    root: int | None = None,
+    height: int,
+    time_limit: float | Deadline | None = None,
+    progress: ProgressCallback | None = None,
+) -> ExactPacking:
+    """The best packing of trees of limited height: for few ranks proved to be that, else the best found.
+
+    Parameters
+    ----------
+    fabric, collective, root, time_limit, progress
+        As for `pack_exact`.
+    certificate : Certificate
+        What bounds trees of any height.
+    height : int
+        Most edges on a root-to-leaf path.
+
+    Raises
+    ------
+    UsageError
+        No tree of this height joins all ranks.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> proof = best_bound(fabric, "broadcast", 0)
+    >>> packed = [pack_low(fabric, "broadcast", proof, root=0, height=h) for h in (2, 3, 4)]
+    >>> [float(sum(one.weights.values()) / one.packing.scale) for one in packed]
+    [50.0, 125.0, 150.0]
+    """
+    few = has_exact_tables(fabric)
+    symmetries = () if few else tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
+    packing = Packing(fabric, collective, root, symmetries)
+    lowest_of_all = _lowest_height(packing)
+    if height < lowest_of_all:
+        raise UsageError(
+            f"no trees of height {height} serve all GPUs; the lowest that do are of height {lowest_of_all}"
+        )
+    deadline = deadline_of(time_limit)
+    generator = ColumnGeneration(Pricing(packing, height), progress=progress, deadline=deadline)
+    generator.run(None)
+    best = "the best" if few and not deadline.cut else "the best found"
+    text = f"trees of height {height} at most, as asked; {best} of that height"
+    cut = (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
+    return ExactPacking(packing, generator.weights(), certificate, (Note(text, "height asked"), *cut))
+
+
+def _pack_few(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: ProgressCallback | None,
+) -> ExactPacking:
+    packing = Packing(fabric, collective, root)
+    certificate = best_bound(fabric, collective, root)
+    target = certificate.bound(fabric, collective, root) * packing.scale
+    tight = certificate
+    generator = ColumnGeneration(Pricing(packing), progress=progress, deadline=deadline)
+    low = at_first_heights(generator, target) if order == "first" else None
+    if low is not None:
+        return ExactPacking(packing, low.weights(), certificate)
+    if not generator.run(target):
+        if deadline.cut:
+            return _cut_short(generator, certificate)
+        target = generator.value
+        certificate = tight = packing.certificate(generator.duals())
+    if order != "trees":
+        generator = at_lowest_height(generator, target, progress)
+    weights = generator.weights()
+    if order != "first":
+        weights = with_few_trees(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
+    if order == "trees" and not deadline.over():
+        weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
+    return ExactPacking(
+        packing, weights, certificate, (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
+    )
+
+
+def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
+    """What is known of a packing whose time is up: the better of two bounds, and how far below it the rate is."""
+    packing = generator.packing
+    bounds = []
+    for candidate in (certificate, packing.certificate(generator.duals())):
+        try:
+            bound = candidate.bound(packing.fabric, packing.collective, packing.root)
+        except PlanError:
+            # Lengths of a search under way may prove nothing.
+            continue
+        bounds.append((bound, candidate))
+    bound, best = min(bounds, key=lambda pair: pair[0])
+    note = generator.deadline.note(time_limit_note(float(generator.value / packing.scale), float(bound)))
+    return ExactPacking(packing, generator.weights(), best, (note,))
+
+
+def at_first_heights(generator: ColumnGeneration, target: Fraction) -> ColumnGeneration | None:
+    """Column generation at the lowest height that reaches the target, of the first heights; None where none does.
+
+    Unlike `at_lowest_height` it does not know what trees of any height have found, which takes longer than to find it
+    where low trees are enough.
+    """
+    pool: list[TreeColumn] = []
+    lowest_of_all = _lowest_height(generator.packing)
+    for height in range(lowest_of_all, lowest_of_all + FIRST_HEIGHTS):
+        limited = ColumnGeneration(
+            replace(generator.pricing, height=height),
+            progress=generator.progress,
+            deadline=generator.deadline,
+        )
+        limited.add(pool)
+        if limited.run(target, hopeless=target):
+            return limited
+        if generator.deadline.over():
+            return None
+        pool = limited.trees
+    return None
+
+
+def at_lowest_height(
+    generator: ColumnGeneration, target: Fraction, progress: ProgressCallback | None
+) -> ColumnGeneration:
+    """Column generation at the lowest height that reaches the target, given what trees of any height have found."""
+
+    def limited_to(height: int) -> ColumnGeneration:
+        pricing = replace(generator.pricing, height=height)
+        return ColumnGeneration(pricing, progress=progress, deadline=generator.deadline)
+
+    tallest = max(tree.height for tree in generator.weights())
+    pool = generator.trees
+    for height in range(1, tallest):
+        if generator.deadline.over():
+            return generator
+        limited = limited_to(height)
+        limited.add([tree for tree in pool if tree.height <= height])
+        if limited.run(target, hopeless=target):
+            return limited
+        pool = sorted({*pool, *limited.trees}, key=lambda tree: tree.order)
+    if generator.deadline.over():
+        return generator
+    limited = limited_to(tallest)
+    limited.add([tree for tree in pool if tree.height <= tallest])
+    return limited if limited.run(target) else generator
+
+
+def _pack_on_orbits(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: ProgressCallback | None,
+) -> ExactPacking:
+    known: _Found | None = None
+    enough = 1 if order == "trees" and root is not None else fabric.size
+    for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
+        if order == "first" and known is not None and known.optimal:
+            break
+        generators = tuple(
+            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
+        )
+        packing = Packing(fabric, collective, root, generators)
+        elements = len(packing.orbits.elements)
+        if known is not None and elements == known.elements:
+            continue
+        if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
+            break
+        if known is not None and deadline.over():
+            break
+        search = _Search(packing, order, progress, deadline)
+        search.run()
+        found = _Found(search, elements)
+        if known is None or found.rank(order) < known.rank(order):
+            known = found
+    assert known is not None, "the first group is always tried"
+    search = known.search
+    return ExactPacking(search.packing, known.weights, search.certificate, search.notes())
+
+
+class _Found:
+    """A finished search, and its forest with few trees."""
+
+    def __init__(self, search: _Search, elements: int) -> None:
+        assert search.best is not None, "at least one height has been tried"
+        self.search = search
+        self.elements = elements
+        packing = search.packing
+        weights = search.best.weights()
+        if search.order != "first":
+            weights = search.best.fewer_trees(RandomStream(0), least=packing.owners, walks=WALKS)
+        self.weights = weights
+        self.height = max(tree.height for tree in weights)
+        self.value = search.best.value
+
+    @cached_property
+    def trees(self) -> int:
+        """How many the forest has, with all images."""
+        return sum(map(self.search.packing.image_count, self.weights))
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no packing on any symmetries is better."""
+        return self.value >= self.search.target
+
+    def rank(self, order: str) -> tuple[Fraction, int, int]:
+        """Smaller is better."""
+        behind = -self.value / self.search.packing.scale
+        return (behind, self.trees, self.height) if order == "trees" else (behind, self.height, self.trees)
+
+
+@dataclass
+class _Search:
+    """What is known while heights are tried."""
+
+    packing: Packing
+    order: str
+    progress: ProgressCallback | None
+    deadline: Deadline
+    best: ColumnGeneration | None = None
+    refuted: int = 0
+    target: Fraction = field(init=False)
+    certificate: Certificate = field(init=False)
+
+    def __post_init__(self) -> None:
+        packing = self.packing
+        self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
+        self.target = self._bound(self.certificate)
+        self.lowest = _lowest_height(packing)
+        self.refuted = self.lowest - 1
+
+    def run(self) -> None:
+        """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
+        if self.order == "trees" and self.packing.fabric.size <= SMALL_SEARCH:
+            self.best = self._generation(None)
+            if not self.best.run(self.target):
+                self._prove(self.packing.certificate(self.best.duals()))
+            return
+        for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
+            if self._try(height) or self.deadline.over():
+                return
+        size = self.packing.fabric.size
+        if size <= SMALL_SEARCH:
+            free = self._generation(None)
+            free.add(self._pool())
+            if not free.run(self.target):
+                self._prove(self.packing.certificate(free.duals()))
+            assert self.best is not None, "a height has been tried"
+            if self.best.value >= self.target:
+                return
+            if free.value > self.best.value:
+                self.best = free
+        for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
+            if self.deadline.over() or self._try(height):
+                return
+
+    def _try(self, height: int) -> bool:
+        """Generate trees of a height; True where they are proved optimal."""
+        generation = self._generation(height)
+        generation.add([tree for tree in self._pool() if tree.height <= height])
+        reached = generation.run(self.target)
+        if reached or self.best is None or generation.value > self.best.value:
+            self.best = generation
+        if reached:
+            return True
+        if height == 1:
+            self.refuted = 1
+        self._prove(self.packing.certificate(generation.duals()))
+        return generation.value >= self.target
+
+    def _generation(self, height: int | None) -> ColumnGeneration:
+        return ColumnGeneration(Pricing(self.packing, height), progress=self.progress, deadline=self.deadline)
+
+    def _prove(self, lengths: Lengths) -> None:
+        """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
+        try:
+            bound = self._bound(lengths)
+        except PlanError:
+            return
+        if bound < self.target:
+            self.certificate, self.target = lengths, bound
+
+    def _pool(self) -> list[TreeColumn]:
+        return self.best.trees if self.best is not None else []
+
+    def _bound(self, certificate: Certificate) -> Fraction:
+        packing = self.packing
+        return certificate.bound(packing.fabric, packing.collective, packing.root) * packing.scale
+
+    def notes(self) -> tuple[str, ...]:
+        """What is not proved of the height that was taken."""
+        best = self.best
+        assert best is not None, "at least one height has been tried"
+        height = max(tree.height for tree in best.weights())
+        if self.deadline.cut:
+            rate, bound = float(best.value), float(self.target)
+            undone = time_limit_note(rate, bound) if best.value < self.target else SEARCH_UNFINISHED
+            return (self.deadline.note(undone),)
+        if self.order == "trees" or height <= self.refuted + 1:
+            return ()
+        text = f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded"
+        return (Note(text, "height open"),)
+
+
+def _lowest_height(packing: Packing) -> int:
+    """The height that hop counts force: of the best root where any will do, else of the worst."""
+    routes = packing.routes([1] * len(packing.limits))
+    needed = [0] * len(packing.roots)
+    both = packing.uses("broadcast") and symmetric_costs(routes.cost)
+    for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
+        if packing.uses(op) and not (both and op == "reduce"):
+            for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
+                needed[place] = max(needed[place], far)
+    return max(needed) if packing.shared or packing.root is not None else min(needed)

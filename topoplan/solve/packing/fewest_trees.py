@@ -1,0 +1,348 @@
+"""Reduce the number of trees of a packing: at the same rate, or within a threshold of it.
+
+Vertices: the optimal face (`column_generation.cheapest_vertex`) is searched for a packing of few trees. Candidates
+are the cheapest trees under the certificate's lengths, since no other tree is in any optimal packing. The search
+ends early when the number of trees meets a lower bound that the certificate implies.
+
+Peeling: one tree at a time with the largest weight that leaves the rest optimal. If the best packing of capacities
+c is worth R, a tree T may carry w exactly when the rest, c - w T, is still worth R - w; the largest w is found by
+Newton's method on the weakest cut or partition of the rest. For broadcast, reduce, and allreduce on direct
+symmetric links.
+
+Integer programming (Blink 3.2.1), after multiplicative weights: every tree gets a whole multiple of a unit: 0 or 1
+times one link's bandwidth; below (1 - threshold) of the rate any whole number; then a half, a third, … of a link.
+On the first unit that reaches the threshold the largest rate is taken, and for it the lowest trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import UsageError
+from topoplan.solve.cuts_and_partitions import smallest_cut, weakest_partition
+from topoplan.solve.packing.column_generation import RANDOM_WALKS, VERTEX_WORK, ColumnGeneration
+from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, length_of
+from topoplan.solve.search_control import RandomStream
+
+COLUMN_POOL = 200
+"""Trees to look for, apart from those that the packing already knows."""
+MOST_STALE = 16
+"""Rounds without a new tree after which the search for trees ends."""
+PEELINGS = 6
+PEELING_CANDIDATES = 8
+_NOISE = 1000
+
+
+def with_few_trees(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fraction]:
+    """Weights of an optimal packing with few trees.
+
+    Parameters
+    ----------
+    master : Generation
+        Column generation that has reached the optimal value.
+    lengths : list of int, one per row
+        Lengths under which every tree of an optimal packing is a cheapest one.
+
+    Returns
+    -------
+    dict of TreeColumn to Fraction
+        Deterministic: the random walks come from a fixed stream.
+    """
+    best = master.weights()
+    least = fewest_possible(master.packing, lengths)
+    if len(best) <= least or master.program.work > VERTEX_WORK or master.deadline.over():
+        return best
+    random = RandomStream(0)
+    master.add(_tight_columns(master, lengths, random))
+    return master.fewer_trees(random, least=least, walks=RANDOM_WALKS)
+
+
+def fewest_possible(packing: Packing, lengths: list[int]) -> int:
+    """A number of trees below which no packing can fill every row that has a length.
+
+    With lengths 0 and 1 each optimal tree crosses exactly ``L`` of the rows of length 1, and all of them are full:
+    rows / L trees at least.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> packing = Packing(fabric, "broadcast", 0)
+    >>> fewest_possible(packing, [int(link.src == "gpu0") for link in fabric.links])
+    4
+    """
+    positive = [y for y in lengths if y]
+    if not positive or len(set(positive)) > 1:
+        return packing.owners
+    unit = [int(bool(y)) for y in lengths]
+    if packing.shared:
+        return packing.owners
+    crossed = min(length_of(tree, unit) for tree in Pricing(packing).cheapest(unit).values())
+    return -(-len(positive) // crossed) if crossed else 1
+
+
+def _tight_columns(master: ColumnGeneration, lengths: list[int], random: RandomStream) -> list[TreeColumn]:
+    """Columns that are cheapest under the lengths, found by breaking ties at random."""
+    packing, pricing = master.packing, master.pricing
+    top = max(lengths)
+    # The noise of a whole column must stay below one unit of length.
+    unit = _NOISE * 4 * packing.fabric.size * max(arc.hops for arc in packing.fabric.arcs)
+    if top * unit >= 1 << 30:
+        return []
+    cheapest = {place: length_of(tree, lengths) for place, tree in pricing.cheapest(lengths).items()}
+    if not packing.shared:
+        cheapest = dict.fromkeys(cheapest, min(cheapest.values()))
+    found: set[TreeColumn] = set()
+    stale = 0
+    widths = sorted(set(packing.limits))[-4:]
+    for turn in range(-(-COLUMN_POOL // len(packing.roots))):
+        # Trees over wide links can carry much: in turn, links narrower than each width come last among equals.
+        narrow = np.array(packing.limits) < widths[turn % len(widths)]
+        noise = random.whole(len(lengths), _NOISE) + 2 * _NOISE * narrow
+        noisy = [y * unit + int(z) for y, z in zip(lengths, noise, strict=True)]
+        before = len(found)
+        for place, tree in pricing.cheapest(noisy).items():
+            if length_of(tree, lengths) == cheapest[place]:
+                found.add(tree)
+        stale = stale + 1 if len(found) == before else 0
+        if stale == MOST_STALE or len(found) >= COLUMN_POOL:
+            break
+    return sorted(found, key=lambda tree: tree.order)
+
+
+@dataclass(frozen=True)
+class Peeler:
+    """Peels packings of one problem.
+
+    Parameters
+    ----------
+    packing : Packing
+    """
+
+    packing: Packing
+
+    @property
+    def applies(self) -> bool:
+        """True where flows alone give the value of what is left."""
+        packing = self.packing
+        return packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct)
+
+    def peel(
+        self, target: Fraction, stream: RandomStream, *, candidates: int, fewer_than: int
+    ) -> dict[TreeColumn, Fraction] | None:
+        """One pass: weights of an optimal packing with fewer trees than asked, or None.
+
+        Parameters
+        ----------
+        target : Fraction
+            The optimal value in the packing's units.
+        stream : Stream
+            Breaks ties between candidates.
+        candidates : int
+            Trees tried for each place.
+        fewer_than : int
+            A pass that needs this many trees or more is given up.
+        """
+        rest = [Fraction(c) for c in self.packing.limits]
+        value = target
+        chosen: dict[TreeColumn, Fraction] = {}
+        while value > 0:
+            if len(chosen) + 1 >= fewer_than:
+                return None
+            best: tuple[Fraction, TreeColumn] | None = None
+            for column in self._candidates(rest, stream, candidates):
+                weight = self._largest_weight(rest, value, column)
+                if best is None or weight > best[0]:
+                    best = (weight, column)
+            if best is None or best[0] <= 0:
+                return None
+            weight, column = best
+            chosen[column] = chosen.get(column, Fraction(0)) + weight
+            value -= weight
+            rest = self._without(rest, column, weight)
+        return chosen
+
+    def _without(self, rest: list[Fraction], column: TreeColumn, weight: Fraction) -> list[Fraction]:
+        return [c - weight * times for c, times in zip(rest, column.usage, strict=True)]
+
+    def _largest_weight(self, rest: list[Fraction], value: Fraction, column: TreeColumn) -> Fraction:
+        usage = column.usage
+        weight: Fraction = min(value, *(c / times for c, times in zip(rest, usage, strict=True) if times))
+        while weight > 0:
+            crossing, needed = self._weakest(self._without(rest, column, weight))
+            capacity = sum((c * y for c, y in zip(rest, crossing, strict=True)), Fraction(0))
+            crossed = sum(times * y for times, y in zip(usage, crossing, strict=True))
+            if capacity - weight * crossed >= needed * (value - weight):
+                return weight
+            weight = (capacity - needed * value) / (crossed - needed)
+        return weight
+
+    def _weakest(self, rest: list[Fraction]) -> tuple[list[int], int]:
+        """Rows across the weakest cut or partition of the rest, and how many of them every tree crosses."""
+        packing, fabric = self.packing, self.packing.fabric
+        scale = int(np.lcm.reduce([c.denominator for c in rest], dtype=object))
+        whole = [int(c * scale) for c in rest]
+        capacity = [whole[row] for row in packing.orbits.row_of_link.tolist()]
+        crossing = [0] * len(rest)
+        if packing.folded:
+            parts = weakest_partition(fabric, capacity)
+            part_of = {rank: number for number, part in enumerate(parts) for rank in part}
+            for (s, d), row in zip(fabric.ends, packing.orbits.row_of_link.tolist(), strict=True):
+                crossing[row] = int(part_of[s] != part_of[d])
+            return crossing, len(parts) - 1
+        assert packing.root is not None, "broadcast and reduce have a root"
+        forward = packing.collective == "broadcast"
+        side = smallest_cut(fabric, capacity, packing.root, forward=forward)
+        for (s, d), row in zip(fabric.ends, packing.orbits.row_of_link.tolist(), strict=True):
+            crossing[row] = int((s in side and d not in side) if forward else (s not in side and d in side))
+        return crossing, 1
+
+    def _candidates(self, rest: list[Fraction], stream: RandomStream, count: int) -> list[TreeColumn]:
+        """Trees that cross the weakest cut least often, over links with capacity left, wide ones first."""
+        crossing, _ = self._weakest(rest)
+        widths = sorted({c for c in rest if c > 0}, reverse=True)
+        pricing = Pricing(self.packing)
+        unit = 8 * _NOISE * self.packing.fabric.size
+        found: list[TreeColumn] = []
+        for turn in range(count):
+            width = widths[turn % min(3, len(widths))]
+            noise: NDArray[np.int64] = stream.whole(len(rest), _NOISE)
+            lengths = [
+                unit * (64 if c == 0 else y) + int(z) + (4 * _NOISE if c < width else 0)
+                for c, y, z in zip(rest, crossing, noise, strict=True)
+            ]
+            priced = pricing.cheapest(lengths).values()
+            if priced:
+                column = min(priced, key=lambda each: (length_of(each, lengths), each.order))
+                if column not in found:
+                    found.append(column)
+        return [c for c in found if all(r > 0 for r, t in zip(rest, c.usage, strict=True) if t)]
+
+
+def fewest_peeled(
+    packing: Packing, target: Fraction, *, fewer_than: int
+) -> dict[TreeColumn, Fraction] | None:
+    """Weights of the optimal packing of fewest trees among some peelings, or None where none has fewer than asked."""
+    peeler = Peeler(packing)
+    best: dict[TreeColumn, Fraction] | None = None
+    if peeler.applies:
+        stream = RandomStream(1)
+        for _ in range(PEELINGS):
+            found = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
+            if found is not None:
+                best, fewer_than = found, len(found)
+    return best
+
+
+FINEST_UNIT = 16
+"""Smallest unit tried: one link's bandwidth divided by this."""
+
+MOST_CANDIDATES = 200
+"""Trees that the search chooses from, the heaviest of the packing."""
+
+MOST_BRANCHING_NODES = 100
+"""Branch-and-bound nodes for each program: a limit that is the same on every machine."""
+
+
+def minimise_trees(
+    packing: Packing,
+    weights: Mapping[TreeColumn, Fraction],
+    *,
+    rate: Fraction,
+    threshold: float = 0.05,
+) -> dict[TreeColumn, Fraction] | None:
+    """Whole-number weights on a few of the given trees.
+
+    Parameters
+    ----------
+    packing : Packing
+    weights : mapping of TreeColumn to Fraction
+        A packing; only its trees matter.
+    rate : Fraction
+        The rate to come near, at least that of the packing and at most its bound, in the packing's units
+        (1 / `Packing.scale` GB/s).
+    threshold : float
+        How much of the rate may be given up, 0 or more and below 1.
+
+    Returns
+    -------
+    dict of TreeColumn to Fraction, or None
+        Weights in the packing's units; None where no unit down to a link's `FINEST_UNIT`-th reaches the threshold.
+
+    Raises
+    ------
+    UsageError
+        threshold is out of range.
+    """
+    if not 0 <= threshold < 1:
+        raise UsageError(f"threshold {threshold} must be 0 or more and below 1, for example 0.05")
+    columns = _heaviest(packing, weights)
+    unit = _link_unit(packing.limits)
+    needed = rate * (1 - Fraction(repr(threshold)))
+    for divisor in range(1, FINEST_UNIT + 1):
+        most = int(rate * divisor / unit / packing.owners) * packing.owners
+        if most * Fraction(unit, divisor) < needed:
+            continue
+        for literal in (True, False) if divisor == 1 else (False,):
+            counts = _whole_packing(packing, columns, Fraction(unit, divisor), literal=literal)
+            if counts is not None and int(counts.sum()) * Fraction(unit, divisor) >= needed:
+                return {
+                    column: int(n) * Fraction(unit, divisor)
+                    for column, n in zip(columns, counts, strict=True)
+                    if n
+                }
+    return None
+
+
+def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[TreeColumn]:
+    """The columns of largest weight, equally many of every group: the others would only slow the search."""
+    ordered = sorted(weights, key=lambda column: (-weights[column], column.order))
+    kept: dict[int, list[TreeColumn]] = {}
+    for column in ordered:
+        members = kept.setdefault(packing.owner(column), [])
+        if len(members) < MOST_CANDIDATES // packing.owners:
+            members.append(column)
+    return sorted((each for members in kept.values() for each in members), key=lambda each: each.order)
+
+
+def _link_unit(limits: Sequence[int]) -> int:
+    """The bandwidth of one link: the common divisor of all capacities, or the smallest where that is no link."""
+    common = reduce(gcd, limits)
+    return common if max(limits) <= 64 * common else min(limits)
+
+
+def _whole_packing(
+    packing: Packing, columns: list[TreeColumn], unit: Fraction, *, literal: bool
+) -> NDArray[np.int64] | None:
+    """Whole numbers of units for each column, as many in all as fit, low trees first."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    usage = np.array([column.usage for column in columns], dtype=np.float64).T
+    room = np.array([int(c / unit) for c in packing.limits], dtype=np.float64)
+    heights = np.array([column.height for column in columns], dtype=np.float64)
+    constraints = [LinearConstraint(usage, -np.inf, room)]
+    if packing.shared:
+        members = np.zeros((packing.owners, len(columns)))
+        for number, column in enumerate(columns):
+            members[packing.owner(column), number] = 1
+        constraints.append(LinearConstraint(members[1:] - members[:1], 0, 0))
+    # A tree counts 1, less a little for its height: never enough to give up a whole tree.
+    most = float(room.sum()) * packing.fabric.size + 1
+    result = milp(
+        -1 + heights / (2 * most),
+        integrality=np.ones(len(columns), dtype=np.int64),
+        bounds=Bounds(0, 1 if literal else np.inf),
+        constraints=constraints,
+        options={"node_limit": MOST_BRANCHING_NODES},
+    )
+    if result.x is None:
+        return None
+    return np.rint(result.x).astype(np.int64)

@@ -1,0 +1,240 @@
+"""Pack trees that pass devices other than ranks: helpers that add and copy, switches that copy or add.
+
+The fabric is packed as one whose helpers and copying or adding switches are vertices of trees beside the ranks.
+Column generation prices cheapest Steiner trees (`topoplan.plans.minimum_trees`): trees that lead down may pass
+helpers and copying switches, trees that lead up helpers and adding switches, and an allreduce may have its root at
+a helper. The duals are the certificate (`topoplan.plans.certificates.Steiner`). In the plan a switch is again part
+of routes, and helpers are numbered after the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from topoplan.errors import PlanError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.notes import Note
+from topoplan.machine.topology import Topology
+from topoplan.plans.build import build_plan
+from topoplan.plans.certificates.certificate import OneFabric
+from topoplan.plans.certificates.steiner import Steiner, inner_devices
+from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_steiner_tree
+from topoplan.plans.plan import TREES, Plan
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
+from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
+from topoplan.solve.route_table import FabricOrbits
+from topoplan.solve.search_control import Deadline, RandomStream, time_limit_note
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+MOST_RANKS = 64
+"""Ranks up to which trees are packed over inner vertices."""
+
+MOST_INNER = 16
+"""Inner vertices up to which they are, unless many are alike."""
+
+LONGEST = 1 << 30
+"""Lengths of rows are rounded to whole numbers up to this one."""
+
+WALKS = 12
+"""Walks along the optimal face in search of fewer trees."""
+
+
+@dataclass(frozen=True)
+class InnerPacking(Packing):
+    """The packing problem of a fabric whose inner vertices stand among the ranks, after them.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        With inner vertices as ranks (see `with_inner_vertices`).
+    collective, root, generators
+        As of `Packing`.
+    own : Fabric
+        The fabric that is planned for.
+    """
+
+    own: Fabric = None  # type: ignore[assignment]
+
+    @cached_property
+    def folded(self) -> bool:
+        return False
+
+    @cached_property
+    def orbits(self) -> FabricOrbits:
+        """Routes pass switches, as they do everywhere; only ranks and helpers end them."""
+        return FabricOrbits(self.fabric, self.generators, ends_of_routes=len(self.own.vertices))
+
+    @cached_property
+    def roots(self) -> tuple[int, ...]:
+        if self.root is not None:
+            return (self.root,)
+        last = len(self.own.vertices) if self.collective == "allreduce" else self.own.size
+        return tuple(vertex for vertex in self.orbits.first_ranks if vertex < last)
+
+    @property
+    def owners(self) -> int:
+        return self.own.size if self.shared else 1
+
+    def inner(self, op: str) -> list[int]:
+        """Vertices that a tree of this kind may pass."""
+        return [self.fabric.ranks.index(name) for name in inner_devices(self.own, op)]
+
+
+@dataclass(frozen=True)
+class InnerPricing(Pricing):
+    """A cheapest pair of Steiner trees, or tree, of every root."""
+
+    def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
+        packing = self.packing
+        assert isinstance(packing, InnerPacking), "made for it"
+        routes = packing.routes(rounded_lengths(lengths, LONGEST))
+        ranks = range(packing.own.size)
+        made: dict[int, tuple[int, Parents, Parents]] = {}
+        for place, root in enumerate(packing.roots):
+            trees: dict[str, Parents] = {"reduce": (), "broadcast": ()}
+            for op, cost in (("reduce", routes.cost.T), ("broadcast", routes.cost)):
+                if packing.uses(op):
+                    found = cheapest_steiner_tree(cost, root, ranks, packing.inner(op))
+                    if any(up >= 0 and cost[up, v] >= UNREACHABLE for v, up in enumerate(found)):
+                        break
+                    trees[op] = tuple(found)
+            else:
+                made[place] = (root, trees["reduce"], trees["broadcast"])
+        return dict(zip(made, packing.trees(made.values(), routes), strict=True))
+
+
+def has_inner_vertices(fabric: Fabric) -> bool:
+    """Whether trees of a fabric may pass devices that are no ranks, and few enough to be packed so."""
+    inner = {name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)}
+    few = len(inner) - len(fabric.helpers) <= MOST_INNER
+    return bool(inner) and few and 1 < fabric.size <= MOST_RANKS
+
+
+def with_inner_vertices(fabric: Fabric) -> Fabric:
+    """The fabric with helpers, and then switches that copy or add, as further ranks after its own."""
+    inner = [name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)]
+    order = dict.fromkeys((*fabric.ranks, *fabric.helpers, *inner))
+    topology = fabric.topology
+    vertices = [
+        replace(topology.device(name), kind="gpu", multicast=False, reduce=False, capable=(), forwards=False)
+        for name in order
+    ]
+    rest = [device for device in topology.devices if device.name not in order]
+    made = Topology(topology.name, (*vertices, *rest), topology.links)
+    return Fabric(made, fabric.channels)
+
+
+def plan_over_inner_vertices(
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None,
+    known: Plan | None = None,
+    deadline: Deadline,
+    progress: ProgressCallback | None = None,
+) -> Plan:
+    """The best plan whose trees may pass helpers, and switches that copy or add, with its proof.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        For which `has_inner_vertices` holds.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    known : Plan or None
+        A plan for the same fabric: it is kept where no better one is found, with the stronger proof of both.
+    deadline : Deadline
+    progress : callable or None
+        Called with a line of text now and then.
+    """
+    wide = with_inner_vertices(fabric)
+    packing = InnerPacking(wide, collective, root, _symmetry(fabric, wide, root), fabric)
+    first = best_bound(fabric, collective, root)
+    generation = ColumnGeneration(InnerPricing(packing), progress=progress, deadline=deadline)
+    reached = generation.run(first.bound(fabric, collective, root) * packing.scale)
+    certificate: OneFabric = first
+    notes: tuple[str, ...] = ()
+    if fabric.helpers:
+        notes = (Note("lower trees through helpers were not looked for", "height open"),)
+    if not reached:
+        certificate = _stronger(fabric, collective, root, first, generation)
+    if deadline.cut:
+        bound = certificate.bound(fabric, collective, root)
+        notes = (
+            *notes,
+            deadline.note(time_limit_note(float(generation.value / packing.scale), float(bound))),
+        )
+    weights = generation.fewer_trees(RandomStream(0), least=packing.owners, walks=WALKS)
+    made = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=_narrowed(packing.images(weights), fabric),
+        certificate=certificate,
+        schedule=TREES,
+        method="exact",
+        notes=notes,
+    )
+    if known is None or made.rate > known.rate:
+        return made
+    stronger = made if made.bound < known.bound else known
+    return replace(known, certificate=stronger.certificate, bound=stronger.bound)
+
+
+def _stronger(
+    fabric: Fabric, collective: str, root: int | None, known: OneFabric, generation: ColumnGeneration
+) -> OneFabric:
+    """The duals as a certificate where they prove a lower bound than the one at hand."""
+    lengths = Steiner(generation.packing.certificate(generation.duals()).lengths)
+    try:
+        proved = lengths.bound(fabric, collective, root)
+    except PlanError:
+        return known
+    return lengths if proved < known.bound(fabric, collective, root) else known
+
+
+def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int, ...], ...]:
+    """Symmetries of the fabric as permutations of the wide one's nodes."""
+    place = {name: number for number, name in enumerate(wide.nodes)}
+    found = []
+    for generator in find_symmetry(fabric, fixed=root):
+        image = list(range(len(wide.nodes)))
+        for node, there in enumerate(generator.tolist()):
+            image[place[fabric.nodes[node]]] = place[fabric.nodes[there]]
+        found.append(tuple(image))
+    return tuple(found)
+
+
+def _narrowed(shards: ImageShards, fabric: Fabric) -> tuple[Shard, ...]:
+    """All shards, with switches as what routes pass, and no more as vertices."""
+    return tuple(
+        Shard(
+            share,
+            tuple(
+                Stage(stage.op, stage.root, tuple(_without_switches(stage, fabric))) for stage in shard.stages
+            ),
+        )
+        for shard, share in ((shard, Fraction(shard.share)) for shard in shards)
+    )
+
+
+def _without_switches(stage: Stage, fabric: Fabric) -> list[Edge]:
+    last = len(fabric.vertices)
+    above = {edge.child: edge for edge in stage.edges}
+    edges = []
+    for edge in stage.edges:
+        if edge.child >= last:
+            continue
+        parent, route, channels = edge.parent, edge.route, {edge.channel}
+        while parent >= last:
+            upper = above[parent]
+            parent, route = upper.parent, (*upper.route[:-1], *route)
+            channels.add(upper.channel)
+        edges.append(Edge(parent, edge.child, route, channels.pop() if len(channels) == 1 else "network"))
+    return list(Stage(stage.op, stage.root, tuple(edges)).top_down())

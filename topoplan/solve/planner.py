@@ -1,0 +1,555 @@
+"""Plan a collective (`topoplan.plan`): choose the links, pack the trees, prove the rate.
+
+Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the
+lowest height. Up to nine ranks column generation proves the lowest height too; beyond, if switches copy or add, or
+if two ranks have many routes, trees are packed on the orbits of the fabric's symmetries. Over many servers a
+broadcast is tried in three phases first, as is any collective on servers that are not stars: they are quick and
+often optimal.
+
+If bandwidths were measured and no two ranks are equivalent, the machine with the slowest link of each kind is
+planned first: it has its symmetries back, and a forest for it runs at least as fast on the machine as measured. Two
+links are of one kind if channel and kinds of device at both ends agree, and no gap of bandwidths parts them. The
+loss is bounded, and is about as much as the slowest links lie below the mean. Rate and bound are always recomputed
+from the finished plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+from topoplan.errors import UsageError
+from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.topology import Link, TopologyLike
+from topoplan.machine.variants import with_in_network
+from topoplan.plans.build import Allocation, build_plan, trivial_plan
+from topoplan.plans.certificates.certificate import Certificate
+from topoplan.plans.loads import forest_rate
+from topoplan.plans.minimum_trees import LARGEST_EXACT
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.solve.cuts_and_partitions import best_bound, quick_bound
+from topoplan.solve.maximum_flow import equivalent_ranks
+from topoplan.solve.packing.all_to_all import Matrix, check_demand, plan_all_to_all
+from topoplan.solve.packing.composition import THREE_PHASE, composed_optimum, plan_three_phase
+from topoplan.solve.packing.exact import ORDERS, pack_exact, pack_low
+from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
+from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
+from topoplan.solve.packing.multiplicative_weights import pack_mwu
+from topoplan.solve.packing.packing_program import Packing, TreeColumn
+from topoplan.solve.search_control import Deadline
+
+BANDWIDTH_GAP = 1.25
+"""How many times as wide the next wider link must be to be of another kind."""
+
+MOST_RANK_CLASSES = 32
+"""Ranks of which no two look alike, up to which every link is a row of the program at once."""
+
+
+def floored_by_kind(fabric: Fabric) -> Fabric | None:
+    """The fabric with every link as slow as the slowest of its kind, and no latencies; None where nothing is gained.
+
+    Parameters
+    ----------
+    fabric : Fabric
+
+    Returns
+    -------
+    Fabric or None
+        Of the same devices and links. None for up to `MOST_RANK_CLASSES` classes of ranks that look alike, and where
+        the kinds leave as many.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.nvswitch_cluster(5)
+    >>> wires = {f"s{n // 8}.gpu{n % 8}-s{n // 8}.nvswitch0": 290 + n / 10 for n in range(40)}
+    >>> worn = Fabric(topoplan.slow_links(machine, wires), ("nvlink", "network"))
+    >>> floored = floored_by_kind(worn)
+    >>> sorted({link.bandwidth for link in floored.links})
+    [25.0, 290.0]
+    """
+    if fabric.size <= MOST_RANK_CLASSES or len(equivalent_ranks(fabric)) <= MOST_RANK_CLASSES:
+        return None
+    slowest = _slowest_of_kind(fabric)
+    links = tuple(
+        replace(link, bandwidth=slowest[link], latency=None) if link in slowest else link
+        for link in fabric.topology.links
+    )
+    floored = Fabric(replace(fabric.topology, links=links), fabric.channels)
+    return floored if len(equivalent_ranks(floored)) <= MOST_RANK_CLASSES else None
+
+
+def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
+    """Bandwidth of the slowest link of the same kind, for every link of the fabric."""
+    kind = {device.name: device.kind for device in fabric.topology.devices}
+    of_kind: dict[tuple[str, str, str], list[Link]] = {}
+    for link in fabric.links:
+        of_kind.setdefault((link.channel, kind[link.src], kind[link.dst]), []).append(link)
+    slowest: dict[Link, float] = {}
+    for links in of_kind.values():
+        floor = last = 0.0
+        for link in sorted(links, key=lambda each: each.bandwidth):
+            if link.bandwidth > BANDWIDTH_GAP * last:
+                floor = link.bandwidth
+            last = link.bandwidth
+            slowest[link] = floor
+    return slowest
+
+
+METHODS = ("exact", "mwu", THREE_PHASE)
+
+MOST_STARS = 64
+"""Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+
+MOST_PEELED = 32
+"""Ranks up to which peeling is tried where few trees come first."""
+
+MOST_FREE = 64
+"""Ranks up to which trees of any kind are packed over servers at once; for more, composed ones may come first."""
+
+TOLERANCE = 0.005
+"""How far below the bound a plan on the slowest links of each kind may stay and still be the answer."""
+
+
+def plan(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    method: str = "exact",
+    channels: str = "auto",
+    order: str = "height",
+    height: int | None = None,
+    epsilon: float = 0.05,
+    threshold: float = 0.05,
+    nbytes: int | None = None,
+    time_limit: float | None = None,
+    demand: Matrix | None = None,
+    tolerance: float = TOLERANCE,
+    in_network: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+        The machine.
+    collective : str
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
+    gpus : sequence of int or None
+        GPU numbers of the allocation; None takes all. Rank i is the i-th of them in ascending order.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; None takes the first of the allocation.
+    method : str
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
+        several servers, the best composition of trees inside them (see `topoplan.three_phase`).
+    channels : str
+        ``auto`` (NVLink where it connects the allocation, else NVLink islands with the PCIe between them, else PCIe),
+        ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides the buffer between a forest over each, ``all`` packs one forest
+        over both, and ``all-staged`` one whose hops over PCIe pass a CPU's memory (see
+        `topoplan.model.channel_split`).
+    order : str
+        For ``exact``, what comes first among equal rates: ``height`` or ``trees``; ``first`` is ``height`` without the
+        search for fewer trees, in a fraction of the time.
+    height : int or None
+        For ``exact``, most edges between the root of a tree and its leaves, at whatever rate; None for no limit.
+    epsilon, threshold : float
+        For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
+        stay, or failing that below the packing's rate.
+    nbytes : int or None
+        For ``nvlink+pcie``, the size of the buffer, on which the shares depend, and for ``all`` and ``all-staged``,
+        whether NVLink alone is faster; None for the limit of large ones.
+    time_limit : float or None
+        For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
+        for no limit. It is looked at between the rounds of the search, and the first round is always made.
+    demand : sequence of sequences of int, or None
+        For ``alltoall``, the bytes that row sends to column; None where all pairs exchange alike.
+    tolerance : float
+        For ``exact`` on more than 32 ranks of which no two look alike, since their bandwidths were measured: how far
+        below the bound a plan on the slowest link of each kind may stay and still be the answer, as a part of the
+        bound. Such a plan takes seconds for a thousand GPUs, and says its gap.
+    in_network : str or None
+        Which switches copy and add: ``none``, ``nvswitch``, ``switch`` or ``all`` (see
+        `topoplan.machine.variants.with_in_network`); None for what the machine says of them.
+    progress : callable or None
+        Called with a line of text now and then while a large plan is made.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; a
+        height that no trees have; an option that an all-to-all does not have, a demand that is none; switches that are
+        to copy and add and are not there.
+    InfeasibleError
+        No usable link joins two parts of the allocation; carries the cut.
+
+    References
+    ----------
+    Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, sections 3.2 and 3.5.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> dgx = topoplan.load("dgx-1v")
+    >>> best = topoplan.plan(dgx, "allreduce", gpus=[1, 4, 5, 7])
+    >>> best.rate, best.gap, best.trees, best.height
+    (50.0, 0.0, 2, 2)
+    >>> topoplan.plan("dgx-h100", in_network="nvswitch").rate
+    450.0
+    """
+    started = time.perf_counter()
+    if in_network is not None:
+        topology = with_in_network(topology, in_network)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
+    collective = asked.collective
+    _check_choice("method", method, METHODS)
+    _check_choice("order", order, ORDERS)
+    _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
+    if not 0 <= tolerance < 1:
+        raise UsageError(
+            f"tolerance {tolerance!r} must be a part of the bound, from 0 to below 1, such as 0.005"
+        )
+    deadline = Deadline(time_limit)
+    if time_limit is not None and method != "exact":
+        raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
+    if height is not None:
+        _check_height(height, method, order)
+    if collective == ALL_TO_ALL:
+        _check_paths(method, channels, order, height)
+    elif demand is not None:
+        raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
+    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
+    sized = (*CHANNEL_SPLITS, *UNIONS)
+    if nbytes is not None and channels not in sized:
+        raise UsageError(
+            f"a size matters only to channels {', '.join(sized)}; leave it out with {channels!r}"
+        )
+    if nbytes is not None and nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
+    # The same request, over channels to be named.
+    over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
+    over = partial(over, height=height, epsilon=epsilon, threshold=threshold)
+    over = partial(over, tolerance=tolerance, progress=progress)
+    if channels in CHANNEL_SPLITS:
+        from topoplan.model.channel_split import plan_channels
+
+        split = CHANNEL_SPLITS[channels]
+        made = plan_channels(
+            split,
+            lambda channel: over(channels=channel, time_limit=deadline.left),
+            machine=asked.machine.name,
+            nbytes=nbytes,
+        )
+        return replace(made, order=_stated_order(method, order), seconds=time.perf_counter() - started)
+    fabric = asked.fabric(channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=asked.root, method=method)
+    elif collective == ALL_TO_ALL:
+        made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
+    elif method == "mwu":
+        made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
+        if fabric.in_network or fabric.helpers:
+            made = _certified_in_network(made, fabric)
+    elif method == THREE_PHASE:
+        made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
+    else:
+        made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
+        if height is not None and made.height > height:
+            made = lower_trees(made, height, deadline=deadline, progress=progress)
+    if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
+        from topoplan.model.channel_split import beside_nvlink
+
+        alone = over(channels="nvlink", time_limit=deadline.left, demand=demand)
+        made = beside_nvlink(made, alone, nbytes=nbytes)
+    return replace(made, order=_stated_order(method, order), seconds=time.perf_counter() - started)
+
+
+def lower_trees(
+    made: Plan,
+    height: int,
+    *,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The best trees of at most a height on the links of a plan, under its bound.
+
+    Raises
+    ------
+    UsageError
+        No trees of this height serve all ranks, or switches copy or add.
+    """
+    fabric = Fabric(made.topology, made.channels)
+    if fabric.in_network or fabric.helpers:
+        raise UsageError(
+            "heights are not limited where switches or helpers copy or add; leave the height out"
+        )
+    packed = pack_low(
+        fabric,
+        made.collective,
+        made.certificate,
+        root=made.root,
+        height=height,
+        time_limit=deadline,
+        progress=progress,
+    )
+    return build_plan(
+        fabric,
+        made.collective,
+        root=made.root,
+        shards=packed.shards,
+        certificate=packed.certificate,
+        schedule="trees",
+        method="exact",
+        notes=packed.notes,
+    )
+
+
+def _check_height(height: int, method: str, order: str) -> None:
+    """Refuse a height that is none, or beside what decides heights otherwise."""
+    if height < 1:
+        raise UsageError(f"a height of {height} has no edge; give 1 or more")
+    for name, value, only in (("method", method, "exact"), ("order", order, "height")):
+        if value != only:
+            raise UsageError(
+                f"a limit on the height goes with {name} {only!r}, not {value!r}; leave one of them out"
+            )
+
+
+def _check_paths(method: str, channels: str, order: str, height: int | None) -> None:
+    """Refuse what only trees to all ranks have."""
+    limits = (("method", method, "exact"), ("order", order, "height"), ("height", height, None))
+    for name, value, only in limits:
+        if value != only:
+            raise UsageError(
+                f"an alltoall is planned by paths, to which {name} {value!r} does not apply; leave it out"
+            )
+    if channels in CHANNEL_SPLITS:
+        raise UsageError(
+            f"an alltoall takes one choice of links, not {channels!r}; use {', '.join(CHANNEL_CHOICES)}"
+        )
+
+
+def _stated_order(method: str, order: str) -> str:
+    """The order that a plan tells of: methods that have none tell the default, as the first low packing does."""
+    return order if method == "exact" and order != "first" else "height"
+
+
+def _recertified(made: Plan, fabric: Fabric) -> Plan:
+    """The same forest, under the bound where helpers, or switches, copy and add too."""
+    return build_plan(
+        fabric,
+        made.collective,
+        root=made.root,
+        shards=made.shards,
+        certificate=best_bound(fabric, made.collective, made.root),
+        schedule=made.schedule,
+        method=made.method,
+        notes=made.notes,
+    )
+
+
+def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
+    """The same forest, and its bound, on switches that copy or add."""
+    certified = _recertified(made, fabric)
+    if certified.gap == 0:
+        return certified
+    note = "these trees were packed for switches that only forward; --method exact uses that they copy or add"
+    if fabric.helpers:
+        note = "these trees join ranks alone; --method exact lets them pass helpers"
+    return replace(certified, notes=(*made.notes, note))
+
+
+def _plan_exact(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: Callable[[str], None] | None,
+    tolerance: float,
+) -> Plan:
+    inner = has_inner_vertices(fabric)
+    if inner and fabric.helpers:
+        known: Plan | None = None
+        if not fabric.in_network and not fabric.forwarding_only().unreachable(collective, root):
+            alone = fabric.forwarding_only()
+            known = _recertified(
+                _plan_exact(alone, collective, root, order, deadline, progress, tolerance), fabric
+            )
+            if known.gap == 0:
+                return known
+        return plan_over_inner_vertices(
+            fabric, collective, root=root, known=known, deadline=deadline, progress=progress
+        )
+    slowest = floored_by_kind(fabric)
+    floored: Plan | None = None
+    if slowest is not None:
+        alike = _plan_exact(slowest, collective, root, order, deadline, progress, tolerance)
+        floored = _floored_plan(
+            fabric, alike, tolerance, ends=deadline.limit is None and fabric.size > MOST_FREE
+        )
+        if floored.gap <= tolerance or (deadline.limit is None and fabric.size > MOST_FREE):
+            return floored
+    packing = Packing(fabric, collective, root)
+    one_hop: Plan | None = None
+    if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
+        stars = one_hop_forest(packing)
+        one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
+        if one_hop.gap == 0 and order != "trees":
+            return one_hop
+    if fabric.size > MOST_FREE and (root is not None or not FabricServers(fabric).stars):
+        composed = composed_optimum(fabric, collective, root=root, progress=progress)
+        if composed is not None:
+            return replace(composed, method="exact")
+    packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
+    made = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=packed.shards,
+        certificate=packed.certificate,
+        schedule="trees",
+        method="exact",
+        notes=packed.notes,
+    )
+    if inner and made.gap > 0 and not deadline.cut:
+        made = plan_over_inner_vertices(
+            fabric, collective, root=root, known=made, deadline=deadline, progress=progress
+        )
+    if order == "trees" and LARGEST_EXACT < fabric.size <= MOST_PEELED and made.gap == 0:
+        bound = made.certificate.bound(fabric, collective, root) * packing.scale
+        peeled = fewest_peeled(packing, bound, fewer_than=made.trees)
+        if peeled is not None:
+            made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
+    if one_hop is not None and one_hop.gap == 0 and one_hop.trees <= made.trees:
+        return one_hop
+    if floored is not None and floored.rate > made.rate:
+        return replace(floored, notes=(*floored.notes, *made.notes))
+    return made
+
+
+def _floored_plan(fabric: Fabric, alike: Plan, tolerance: float, *, ends: bool) -> Plan:
+    """The plan for the slowest links of each kind on the links as they are, and how far it is from the bound there."""
+    made = build_plan(
+        fabric,
+        alike.collective,
+        root=alike.root,
+        shards=alike.shards,
+        certificate=quick_bound(fabric, alike.collective, alike.root),
+        schedule=alike.schedule,
+        method="exact",
+        notes=alike.notes,
+    )
+    told = f"packed on the slowest bandwidth of each kind of link, {made.gap:.3%} below the bound"
+    if made.gap > tolerance:
+        told += f", more than the {tolerance:.3%} that are allowed"
+        told += "; --time-limit S searches on from there" if ends else ""
+    return replace(made, notes=(*alike.notes, told))
+
+
+def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+    packing = Packing(fabric, collective, root)
+    packed = pack_mwu(packing, epsilon=epsilon)
+    bound = packed.certificate.bound(fabric, collective, root)
+    rate = forest_rate(packing.shards(packed.weights), fabric)
+    assert rate is not None, "trees of two ranks or more cross links"
+    fewer = None
+    for reference in (bound, rate):
+        fewer = fewer or minimise_trees(
+            packing, packed.weights, rate=reference * packing.scale, threshold=threshold
+        )
+    notes: list[str] = []
+    if fewer is None:
+        notes.append(
+            f"no packing in sixteenths of a link is within {threshold:.0%} of the rate: "
+            f"all {len(packed.weights)} trees are kept"
+        )
+    made = _forest_plan(packing, fewer or packed.weights, packed.certificate, "trees", "mwu")
+    notes.append(
+        f"multiplicative weights: {len(packed.weights)} trees at {float(rate):.6g} GB/s "
+        f"after {packed.rounds} rounds"
+    )
+    return replace(made, notes=tuple(notes))
+
+
+def _forest_plan(
+    packing: Packing,
+    weights: dict[TreeColumn, Fraction],
+    certificate: Certificate,
+    schedule: str,
+    method: str,
+) -> Plan:
+    return build_plan(
+        packing.fabric,
+        packing.collective,
+        root=packing.root,
+        shards=packing.shards(weights),
+        certificate=certificate,
+        schedule=schedule,
+        method=method,
+    )
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} {value!r} is unknown; use one of {', '.join(choices)}")
+
+
+def on_one_switch(fabric: Fabric) -> bool:
+    """True where every pair of ranks has exactly one route, of two links, and all meet at one switch."""
+    if len(fabric.nodes) != fabric.size + 1 or fabric.size < 3:
+        return False
+    pairs = fabric.size * (fabric.size - 1)
+    return len(fabric.arcs) == pairs and all(len(arc.links) == 2 for arc in fabric.arcs)
+
+
+def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> dict[TreeColumn, Fraction]:
+    """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
+
+    Parameters
+    ----------
+    packing : Packing
+        On a fabric that is `on_one_switch`, or any without a root.
+    lengths : sequence of int, optional
+        Of the rows, by which routes are shortest; all alike by default.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.machine.fabric import Fabric
+    >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
+    >>> forest = one_hop_forest(packing)
+    >>> len(forest), {column.height for column in forest}
+    (16, {1})
+    """
+    size = packing.fabric.size
+    ranks = range(size)
+    if packing.root is None:
+        roots = (
+            list(ranks) if size > 2 or packing.owner_rows else [0]
+        )  # both stars of two ranks have the same links
+        parents = [{child: root for child in ranks if child != root} for root in roots]
+    else:
+        roots = [packing.root] * (size - 1)
+        parents = []
+        for hub in ranks:
+            if hub != packing.root:
+                below = {child: hub for child in ranks if child not in (hub, packing.root)}
+                parents.append({hub: packing.root, **below})
+    routes = packing.routes(lengths or [1] * len(packing.limits))
+    trees = []
+    for root, parent in zip(roots, parents, strict=True):
+        tree = [parent.get(child, -1) for child in ranks]
+        up, down = (tree if packing.uses(op) else [] for op in ("reduce", "broadcast"))
+        trees.append((root, up, down))
+    return dict.fromkeys(packing.trees(trees, routes), Fraction(1))

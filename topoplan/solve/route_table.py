@@ -1,0 +1,355 @@
+"""Compute shortest routes between all ranks from a few, under lengths that a group of symmetries keeps.
+
+Lengths that are equal on every orbit of links look the same from every rank of an orbit of ranks. One search from
+one rank of each orbit gives the distances and routes of all: those of rank g(r) are the images under g of those of
+rank r. Without symmetries that is one search from every rank.
+
+All searches relax all links together (Bellman 1958) until nothing changes, which takes as many steps as the longest
+route has links: few, since other ranks pass nothing on. Among equally long routes the one of fewest links is taken,
+then the one whose last device is nearest, then the one whose last device comes first: what Dijkstra's search finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import physical_memory
+from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.plans.permutation_groups import LARGEST_TABLE, components, group_elements, link_orbits, orbits
+from topoplan.units import format_size
+
+BYTES_PER_PAIR = 60
+"""Memory that packing takes for every pair of ranks: no less than was measured with 8192."""
+
+
+@dataclass(frozen=True)
+class FabricOrbits:
+    """A fabric's ranks and links up to the symmetries of a group.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    generators : tuple of tuple of int
+        Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
+    folded : bool
+        Both directions of a wire count as one orbit: for trees that are used upwards and downwards alike.
+    ends_of_routes : int or None
+        So many ranks, the first, are passed by no route; None for all of them.
+    """
+
+    fabric: Fabric
+    generators: tuple[tuple[int, ...], ...] = ()
+    folded: bool = False
+    ends_of_routes: int | None = None
+
+    @cached_property
+    def _arrays(self) -> list[NDArray[np.int64]]:
+        return [np.array(generator, dtype=np.int64) for generator in self.generators]
+
+    @cached_property
+    def elements(self) -> NDArray[np.int32]:
+        """(order, nodes) int32: all elements of the group, the identity first."""
+        size = len(self.fabric.nodes)
+        if not self.generators:
+            return np.arange(size, dtype=np.int32)[None, :]
+        found = group_elements(self._arrays, LARGEST_TABLE // size)
+        assert found is not None, "symmetries are chosen so that their group can be listed"
+        return found
+
+    @cached_property
+    def rank_orbit(self) -> NDArray[np.int64]:
+        """(N,) int64: the first rank of the orbit of every rank."""
+        size = self.fabric.size
+        return np.asarray(orbits(len(self.fabric.nodes), self._arrays)[:size], dtype=np.int64)
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every orbit."""
+        return tuple(np.unique(self.rank_orbit).tolist())
+
+    @cached_property
+    def rank_counts(self) -> tuple[int, ...]:
+        """Number of ranks in every orbit, in the order of `first_ranks`."""
+        return tuple(np.unique(self.rank_orbit, return_counts=True)[1].tolist())
+
+    @cached_property
+    def row_of_link(self) -> NDArray[np.int64]:
+        """(links,) int64: the orbit of every link, numbered from 0 in the order of their first links."""
+        labels = link_orbits(self.fabric, self._arrays)
+        if self.folded:
+            number = {ends: place for place, ends in enumerate(self.fabric.ends)}
+            backwards = np.array([number[d, s] for s, d in self.fabric.ends])
+            labels = components(len(labels), labels, labels[backwards])[labels]
+        return np.asarray(np.unique(labels, return_inverse=True)[1], dtype=np.int64)
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """(rows,) int64: number of links in every orbit."""
+        return np.bincount(self.row_of_link)
+
+    @cached_property
+    def tails(self) -> NDArray[np.int64]:
+        """(arcs,) int64: the state from which every arc of the fabric's graph of routes leads."""
+        return np.array([src for src, _ in self.fabric.route_graph.ends], dtype=np.int64)
+
+    @cached_property
+    def search(self) -> ShortestRoutes:
+        """Finds routes over the links."""
+        closed = self.fabric.size if self.ends_of_routes is None else self.ends_of_routes
+        graph = self.fabric.route_graph
+        ends = np.array(graph.ends, dtype=np.int64).reshape(-1, 2)
+        return ShortestRoutes(ends, ranks=closed, nodes=len(graph.nodes))
+
+    @cached_property
+    def link_of_arc(self) -> NDArray[np.int64]:
+        """(arcs,) int64: the link that every arc of the fabric's graph of routes crosses."""
+        return np.array(self.fabric.route_graph.links, dtype=np.int64)
+
+    @cached_property
+    def mover(self) -> NDArray[np.int64]:
+        """(N,) int64: an element that takes the first rank of an orbit to this rank."""
+        mover = np.full(self.fabric.size, -1, dtype=np.int64)
+        for first in self.first_ranks:
+            images = self.elements[:, first]
+            ranks, numbers = np.unique(images, return_index=True)
+            mover[ranks] = numbers
+        return mover
+
+    @cached_property
+    def seen_from_first(self) -> NDArray[np.int64]:
+        """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u.
+
+        The first of the tables that grow with the square of the ranks: memory is estimated before it is made.
+        """
+        size = self.fabric.size
+        needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
+        if needed > allowed:
+            raise UsageError(
+                f"packing trees of {size:,} GPUs takes about {format_size(needed)} of memory; this machine can give "
+                f"{format_size(allowed)}; choose fewer GPUs"
+            )
+        table = np.empty((size, size), dtype=np.int64)
+        columns = np.arange(size)
+        for row, element in zip(table, self.mover.tolist(), strict=True):
+            row[self.elements[element, :size]] = columns
+        return table
+
+    def spread(self, distance: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(N, N) int64: distances between all ranks from those of the first ranks, (first ranks, N) with -1 for none.
+
+        `UNREACHABLE` where there is no way, and on the diagonal.
+        """
+        table = np.where(distance < 0, UNREACHABLE, distance)
+        table[np.arange(len(table)), self.first_ranks] = UNREACHABLE
+        place = np.searchsorted(self.first_ranks, self.rank_orbit)
+        return np.asarray(table[place[:, None], self.seen_from_first])
+
+
+class RankRoutes(Protocol):
+    """One route from rank to rank, for the edges of trees."""
+
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
+
+        ``tree`` tells of each route the number of its tree, below ``trees``.
+        """
+        ...
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        ...
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """Routes between all ranks that are shortest under one length for every orbit of links.
+
+    Parameters
+    ----------
+    orbits : Orbits
+    lengths : tuple of int, one per row
+        Zero or more.
+    """
+
+    orbits: FabricOrbits
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """From each first rank: distance to every state (-1 where there is no way), and the arc that leads there."""
+        groups = self.orbits
+        lengths = np.array(self.lengths, dtype=np.int64)[groups.row_of_link[groups.link_of_arc]]
+        return groups.search(lengths, np.array(groups.first_ranks))
+
+    @cached_property
+    def cost(self) -> NDArray[np.int64]:
+        """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
+        groups = self.orbits
+        return groups.spread(self._routes[0][:, : groups.fabric.size])
+
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
+
+        ``tree`` tells of each route the number of its tree, below ``trees``.
+        """
+        groups = self.orbits
+        place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
+        rows = len(self.lengths)
+        crossed = [
+            rows * tree[routes] + groups.row_of_link[groups.link_of_arc[arcs]]
+            for routes, arcs in self._steps(place, groups.seen_from_first[tails, heads])
+        ]
+        counted = np.bincount(np.concatenate([*crossed, np.zeros(0, dtype=np.int64)]), minlength=rows * trees)
+        return counted.reshape(trees, rows)
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        groups = self.orbits
+        if not groups.generators:
+            return tuple(self._links(tail, head))
+        fabric = groups.fabric
+        first = int(groups.rank_orbit[tail])
+        element = groups.elements[groups.mover[tail]]
+        return tuple(
+            fabric.link_index[fabric.nodes[element[s]], fabric.nodes[element[d]]]
+            for s, d in (
+                fabric.ends[number] for number in self._links(first, int(groups.seen_from_first[tail, head]))
+            )
+        )
+
+    @cached_property
+    def _last_links(self) -> dict[int, list[int]]:
+        """From each first rank, the arc that leads to every state."""
+        return dict(zip(self.orbits.first_ranks, self._routes[1].tolist(), strict=True))
+
+    def _links(self, first: int, rank: int) -> Sequence[int]:
+        """Links of the route from a first rank to a rank."""
+        via, graph = self._last_links[first], self.orbits.fabric.route_graph
+        path: list[int] = []
+        state = rank
+        while via[state] >= 0:
+            path.append(graph.links[via[state]])
+            state = graph.ends[via[state]][0]
+        return path[::-1]
+
+    def _steps(
+        self, place: NDArray[np.int64], states: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+        """Walk many routes back at once: at each step those that go on, and their arcs.
+
+        ``place`` tells each route's first rank, by position, and ``states`` its end.
+        """
+        via, tails = self._routes[1], self.orbits.tails
+        routes = np.arange(len(states))
+        while True:
+            arcs = via[place[routes], states]
+            on = arcs >= 0
+            routes, arcs = routes[on], arcs[on]
+            if not routes.size:
+                return
+            yield routes, arcs
+            states = tails[arcs]
+
+
+LONGEST = 1 << 31
+"""Largest length of a link."""
+
+_FAR = np.int64(1) << 61
+_HOPS = 16
+"""Bits in which links are counted below the length."""
+
+
+class ShortestRoutes:
+    """Searches for routes over one set of links.
+
+    Parameters
+    ----------
+    ends : (links, 2) int64
+        Source and destination of every link; no two links join the same nodes.
+    ranks, nodes : int
+        Nodes below ``ranks`` are ranks; a route passes only through the others.
+
+    Examples
+    --------
+    Ranks 0 and 1, and a switch; the direct link is longer than the way round.
+
+    >>> search = ShortestRoutes(np.array([[0, 1], [0, 2], [2, 1]]), ranks=2, nodes=3)
+    >>> found = search(np.array([5, 2, 2]), np.array([0]))
+    >>> found[0].tolist(), found[1].tolist()
+    ([[0, 4, 2]], [[-1, 2, 1]])
+    """
+
+    def __init__(self, ends: NDArray[np.int64], *, ranks: int, nodes: int) -> None:
+        self._nodes = nodes
+        self._order = np.lexsort((ends[:, 0], ends[:, 1]))
+        self._tails, self._heads = ends[self._order].T
+        self._entered, self._first = np.unique(self._heads, return_index=True)
+        self._forwards = self._tails >= ranks
+        self._keys = self._heads * nodes + self._tails
+
+    def __call__(
+        self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Distances from some ranks to all nodes, and the last links of the routes there.
+
+        Parameters
+        ----------
+        lengths : (links,) int64
+            Zero or more, up to `LONGEST`.
+        starts : (starts,) int64
+            Ranks to search from.
+
+        Returns
+        -------
+        distance : (starts, nodes) int64
+            -1 where no route leads.
+        via : (starts, nodes) int32
+            Number of the link that ends the route to each node; -1 where there is none.
+        """
+        if not self._forwards.any():
+            return self._links(lengths, starts)
+        nodes, tails, heads = self._nodes, self._tails, self._heads
+        entered, first = self._entered, self._first
+        weights = (lengths[self._order] << _HOPS) + 1
+        passes = self._forwards | (tails == starts[:, None])
+        reach = np.full((len(starts), nodes), _FAR)
+        reach[np.arange(len(starts)), starts] = 0
+        while True:
+            through = np.where(passes, reach[:, tails], _FAR) + weights
+            nearest = np.minimum.reduceat(through, first, axis=1)
+            before = reach[:, entered]
+            if not (nearest < before).any():
+                break
+            reach[:, entered] = np.minimum(before, nearest)
+        none = np.iinfo(np.int64).max
+        last = np.where(through == reach[:, heads], reach[:, tails] * nodes + tails, none)
+        chosen = np.minimum.reduceat(last, first, axis=1)
+        place = np.searchsorted(self._keys, entered * nodes + chosen % nodes)
+        number = self._order[np.minimum(place, len(self._order) - 1)]
+        via = np.full(reach.shape, -1, dtype=np.int32)
+        via[:, entered] = np.where(chosen < none, number, -1)
+        return np.where(reach < _FAR, reach >> _HOPS, -1), via
+
+    def _links(
+        self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """As a call, where nothing passes on what it gets: every route is one link."""
+        distance = np.full((len(starts), self._nodes), -1, dtype=np.int64)
+        via = distance.astype(np.int32)
+        place, link = np.nonzero(self._tails == starts[:, None])
+        distance[place, self._heads[link]] = lengths[self._order[link]]
+        via[place, self._heads[link]] = self._order[link]
+        distance[np.arange(len(starts)), starts] = 0
+        return distance, via

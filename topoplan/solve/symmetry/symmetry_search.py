@@ -1,0 +1,379 @@
+"""Find a small group of automorphisms of a fabric with few orbits of ranks and links.
+
+First the symmetries that follow the blocks of ranks, lined up by number; then, if the classes of an equitable
+partition leave something to gain and equivalent blocks were not joined, lined up by their wires; and on fabrics of
+up to `MOST_RANKS_IN_FULL` ranks all automorphisms. The best of the groups found is taken.
+
+Blocks (`BlockSymmetry`): servers, leaves and pods are rotated in all blocks of a kind at once. Level by level, each
+accepted part commutes with those before, so S servers of n GPUs get a group of S n elements, one for each rank. For
+blocks with an irregular inside, a good group of one block acts in all of them at once. Twin switches turn along
+with the rotations that have room for them, which costs no element. Every guess is checked on all links. Missed are
+symmetries across blocks, and those hidden by numbering; `BlockSymmetry.parts` can also line ranks up by the wires,
+which is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+
+import numpy as np
+
+from topoplan.errors import UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import Integers, LabelledGraph, labelled_graph_of
+from topoplan.plans.permutation_groups import (
+    LARGEST_TABLE,
+    Permutation,
+    colours_with_fixed,
+    group_order,
+    orbits,
+)
+from topoplan.solve.symmetry.automorphisms import (
+    MOST_ELEMENTS,
+    Automorphism,
+    PermutationExtender,
+    elements_or_products,
+    isomorphism,
+    stabiliser_chain,
+)
+from topoplan.solve.symmetry.nested_blocks import (
+    Level,
+    aligned_children,
+    block_members,
+    nested_blocks,
+    row_rotations,
+)
+from topoplan.solve.symmetry.subgroup_choice import (
+    OrbitCount,
+    Part,
+    best_subgroup,
+    commuting_subgroup,
+    useful_links,
+)
+
+MOST_RANKS_IN_BLOCK = 64
+"""Up to so many ranks, all automorphisms of a block are looked for."""
+
+MOST_REFINEMENTS = 500
+"""Work limit of the search inside one block."""
+
+GUESSED_LINKS = 1_000_000
+"""Work limit of the rotations tried at one level: links looked at."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CommutingParts:
+    """Subgroups that commute with each other.
+
+    Parameters
+    ----------
+    parts : tuple of tuples of Automorphism
+        Generators of each.
+    links : int64 array (links,)
+        The orbits of links that all of them make together.
+    """
+
+    parts: tuple[Part, ...]
+    links: Integers
+
+    def accepting(self, count: OrbitCount, part: Part) -> CommutingParts:
+        """With one more part, if it commutes with all others and joins links; else unchanged."""
+        label = self.links
+        for each in part:
+            if not all(each.commutes(other) for known in self.parts for other in known):
+                return self
+            label = count.joined(label, each)
+        if count.links(label) == count.links(self.links):
+            return self
+        return CommutingParts((*self.parts, part), label)
+
+
+class BlockSymmetry:
+    """The search on one fabric.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    count : OrbitCount
+        Of the fabric's wiring.
+    classes : int64 array (nodes,)
+        An equitable partition that no automorphism may leave.
+    fewest : int
+        Orbits of useful links below which no group can get.
+    """
+
+    def __init__(self, fabric: Fabric, count: OrbitCount, classes: Integers, *, fewest: int) -> None:
+        self._count = count
+        self._wiring: LabelledGraph = count.wiring
+        self._classes = classes
+        self._of_ranks = classes[: self._wiring.ranks]
+        self._fewest = fewest
+        self._extender = PermutationExtender(self._wiring)
+        self._blocks = nested_blocks(fabric, self._wiring)
+
+    def parts(self, *, by_wires: bool, largest: int) -> tuple[CommutingParts, bool]:
+        """What is found, not yet cut down to a number of elements, and whether blocks lined up well.
+
+        They did where at every level like blocks were joined, or all the automorphisms of one acted on every one.
+
+        Parameters
+        ----------
+        by_wires : bool
+            Line up the ranks of like blocks by their wires, not by their numbers.
+        largest : int
+            Most elements that a group of the whole fabric may have; each block gets its share of them.
+        """
+        found = CommutingParts((), self._count.none())
+        place = np.zeros(self._wiring.ranks, dtype=np.int64)
+        well = True
+        for parents, children in reversed(list(pairwise(self._blocks))):
+            finest = children is self._blocks[-1]
+            among = np.zeros_like(place)
+            if by_wires:
+                seen = self._seen_outside(parents)
+                among = self._lined_up_by_wires(parents, seen) if finest else seen[: self._wiring.ranks]
+            level, place = aligned_children(
+                parents, children, classes=self._of_ranks, among=among, within=place
+            )
+            turned = self._turned(found, level)
+            joined = self._joins(turned, level)
+            if finest and not joined:
+                inside, joined = self._inside(found, parents, place, largest)
+                turned = min(turned, inside, key=lambda each: self._count.links(each.links))
+            found, well = turned, well and joined
+            if self._count.links(found.links) == self._fewest:
+                return found, well
+        return self._with_switches(found), well
+
+    def _seen_outside(self, blocks: Integers) -> Integers:
+        """For each node what it sees of the devices outside all blocks, told apart."""
+        outside = np.flatnonzero(blocks < 0)
+        colours = self._classes.copy()
+        colours[outside] = self._wiring.size + np.arange(len(outside))
+        return self._wiring.refined(colours)
+
+    def _lined_up_by_wires(self, blocks: Integers, seen: Integers) -> Integers:
+        """For each rank its place in its block, such that blocks of one type are isomorphic place by place."""
+        by_block = np.argsort(blocks, kind="stable")
+        begins = np.flatnonzero(np.r_[True, np.diff(blocks[by_block]) != 0])
+        nodes_of = {int(blocks[nodes[0]]): nodes for nodes in np.split(by_block, begins[1:])}
+        ranks = self._wiring.ranks
+        place = np.zeros(ranks, dtype=np.int64)
+        models: dict[bytes, tuple[LabelledGraph, Integers, Integers]] = {}
+        for text, members in block_members(blocks, classes=self._of_ranks, order=seen[:ranks]):
+            place[members] = np.arange(len(members))
+            if not 1 < len(members) <= MOST_RANKS_IN_BLOCK:
+                continue
+            nodes = nodes_of[int(blocks[members[0]])]
+            local = self._wiring.part(nodes)
+            if text not in models:
+                models[text] = local, nodes, place[nodes[: len(members)]]
+                continue
+            model, others, places = models[text]
+            # What is seen outside differs between leaves; its order inside the block is what can be compared.
+            for one, two in (
+                (_dense(seen[others]), _dense(seen[nodes])),
+                (self._classes[others], self._classes[nodes]),
+            ):
+                image = isomorphism((model, one), (local, two), refinements=MOST_REFINEMENTS)
+                if image is not None:
+                    place[nodes[image[: len(members)]]] = places
+                    break
+        return place
+
+    def _joins(self, found: CommutingParts, level: Level) -> bool:
+        """True where in every row ranks at the same place of all children are in one orbit."""
+        label = orbits(self._wiring.size, [each.nodes for part in found.parts for each in part])
+        return all((label[row] == label[row[:, :1]]).all() for row in level)
+
+    def _turned(self, found: CommutingParts, level: Level) -> CommutingParts:
+        """With rotations of children that are automorphisms, until the rows are joined."""
+        guesses = max(6, GUESSED_LINKS // max(1, len(self._wiring.tails)))
+        for guess, ranks in enumerate(row_rotations(level, self._wiring.ranks)):
+            if guess == guesses or self._joins(found, level):
+                break
+            element = self._extender.extend(ranks)
+            if element is not None:
+                found = found.accepting(self._count, (element,))
+        return found
+
+    def _inside(
+        self, found: CommutingParts, parents: Integers, place: Integers, largest: int
+    ) -> tuple[CommutingParts, bool]:
+        """With automorphisms of one block of each type, done in all blocks of the type at once.
+
+        And whether all automorphisms of the blocks are known and those that were chosen act on every one.
+        """
+        types: dict[bytes, list[Integers]] = {}
+        for text, members in block_members(parents, classes=self._of_ranks, order=place):
+            types.setdefault(text, []).append(members)
+        complete = True
+        for alike in types.values():
+            blocks = np.array(alike)
+            size = blocks.shape[1]
+            if size > MOST_RANKS_IN_BLOCK:
+                complete = False
+                continue
+            nodes = np.flatnonzero(parents == parents[blocks[0, 0]])
+            chosen, known = self._local(nodes, blocks[0], max(1, largest * size // self._wiring.ranks))
+            part = []
+            for places in chosen:
+                ranks = np.arange(self._wiring.ranks)
+                ranks[blocks] = blocks[:, places]
+                element = self._extender.extend(ranks)
+                if element is not None:
+                    part.append(element)
+            complete = complete and known and len(part) == len(chosen)
+            if part:
+                found = found.accepting(self._count, tuple(part))
+        return found, complete
+
+    def _local(self, nodes: Integers, members: Integers, largest: int) -> tuple[list[Integers], bool]:
+        """Generators of a good group of one block, as permutations of places in the list of its ranks.
+
+        And whether it was chosen among all automorphisms of the block.
+        """
+        local = self._wiring.part(nodes)
+        inside = np.isin(self._wiring.tails, nodes) & np.isin(self._wiring.heads, nodes)
+        count = OrbitCount(local, self._count.useful[inside])
+        chain = stabiliser_chain(local, self._classes[nodes], refinements=MOST_REFINEMENTS)
+        generators = best_subgroup(count, elements_or_products(local, chain), largest=largest)
+        listed = np.searchsorted(nodes, members)
+        place = np.argsort(listed)
+        known = chain.order is not None and chain.order <= MOST_ELEMENTS
+        return [place[each.nodes[listed]] for each in generators], known
+
+    def _with_switches(self, found: CommutingParts) -> CommutingParts:
+        """With automorphisms that move switches only, as far as possible inside rotations already there."""
+        for count in self._extender.twin_counts:
+            left, step = count, 1
+            for i, part in enumerate(found.parts):
+                run = gcd(part[0].order(), left) if len(part) == 1 else 1
+                if run == 1:
+                    continue
+                twins = self._extender.twins_turned(count, step * run, step)
+                together = None if twins is None else self._together(found, i, twins)
+                if together is not None:
+                    found, left, step = together, left // run, step * run
+            if left > 1 and (twins := self._extender.twins_turned(count, step * left, step)) is not None:
+                found = found.accepting(self._count, (twins,))
+        for each in self._extender.planes_exchanged():
+            found = found.accepting(self._count, (each,))
+        return found
+
+    def _together(self, found: CommutingParts, place: int, twins: Automorphism) -> CommutingParts | None:
+        """With the twins turning along with one part, where that joins as many links as turning them alone would."""
+        alone = found.accepting(self._count, (twins,))
+        if alone is found:
+            return None
+        both = (found.parts[place][0].then(twins),)
+        parts = (*found.parts[:place], both, *found.parts[place + 1 :])
+        generators = [each for part in parts for each in part]
+        label = orbits(len(found.links), [each.links for each in generators])
+        if self._count.links(label) > self._count.links(alone.links):
+            return None
+        return CommutingParts(parts, label)
+
+
+def _dense(colours: Integers) -> Integers:
+    """Colours numbered from 0 in their order."""
+    return np.unique(colours, return_inverse=True)[1].astype(np.int64)
+
+
+MOST_RANKS_IN_FULL = 64
+"""Up to so many ranks, all automorphisms of a fabric are looked for."""
+
+SEARCH_WORK = 400_000
+"""Work limit of that search: links of the fabric times refinements."""
+
+
+def find_symmetry(
+    fabric: Fabric, *, fixed: int | None = None, largest: int | None = None
+) -> tuple[Permutation, ...]:
+    """Generators of a small group of automorphisms with few orbits of ranks and links.
+
+    Fewest orbits of links and ranks together, then fewest elements. Links to dead ends do not count.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    fixed : int or None
+        A rank that stays, the root of a broadcast.
+    largest : int or None
+        Most elements that the group may have; None allows four for each rank. Best is one for each rank. Never more
+        than a table of all elements can list.
+
+    Returns
+    -------
+    tuple of int64 arrays (nodes,)
+        Permutations of `Fabric.nodes`, each checked on all links; none where the ranks are all different. They do not
+        always generate the whole automorphism group, nor always the best group within the limit.
+
+    Raises
+    ------
+    UsageError
+        ``fixed`` is no rank, or ``largest`` is below 1.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans.permutation_groups import group_order, link_orbits
+    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    >>> generators = find_symmetry(fabric)
+    >>> group_order(generators, 64), sorted(set(link_orbits(fabric, generators).tolist()))
+    (16, [0, 1])
+    """
+    if fixed is not None and not 0 <= fixed < fabric.size:
+        raise UsageError(f"rank {fixed} cannot stay: the fabric has ranks 0 to {fabric.size - 1}")
+    if largest is not None and largest < 1:
+        raise UsageError(f"a group of at most {largest} elements is asked for; allow 1 or more")
+    wiring = labelled_graph_of(fabric)
+    colours = colours_with_fixed(wiring, () if fixed is None else (fixed,))
+    classes = wiring.refined(colours)
+    if len(np.unique(classes[: wiring.ranks])) == wiring.ranks:
+        return ()
+    limit = 4 * wiring.ranks if largest is None else largest
+    limit = min(limit, max(1, LARGEST_TABLE // wiring.size))
+    count = OrbitCount(wiring, useful_links(wiring))
+    fewest = _kinds_of_links(wiring, classes, count)
+    search = BlockSymmetry(fabric, count, classes, fewest=fewest)
+    parts, lined_up = search.parts(by_wires=False, largest=limit)
+    found = [commuting_subgroup(count, parts.parts, largest=limit)]
+    if count.links(parts.links) > fewest and not lined_up:
+        parts, _ = search.parts(by_wires=True, largest=limit)
+        found.append(commuting_subgroup(count, parts.parts, largest=limit))
+    if count.links(parts.links) > fewest and wiring.ranks <= MOST_RANKS_IN_FULL:
+        found.append(
+            _from_all_automorphisms(
+                count, colours, min(found, key=lambda each: _orbit_cost(count, each, limit)), limit
+            )
+        )
+    return tuple(each.nodes for each in min(found, key=lambda each: _orbit_cost(count, each, limit)))
+
+
+def _kinds_of_links(wiring: LabelledGraph, classes: Integers, count: OrbitCount) -> int:
+    """Different (class of tail, class of head, label) of useful links: no group has fewer orbits of them."""
+    kinds = np.stack((classes[wiring.tails], classes[wiring.heads], wiring.link_labels))
+    return int(np.unique(kinds[:, count.useful], axis=1).shape[1])
+
+
+def _orbit_cost(count: OrbitCount, generators: Sequence[Automorphism], limit: int) -> tuple[int, int]:
+    """Orbits of links and ranks, then elements: the less the better."""
+    order = group_order([each.nodes for each in generators], limit)
+    assert order is not None, "no group beyond the limit is ever chosen"
+    return count.rows(generators), order
+
+
+def _from_all_automorphisms(
+    count: OrbitCount, colours: Integers, known: tuple[Automorphism, ...], limit: int
+) -> tuple[Automorphism, ...]:
+    """A group chosen from all automorphisms, or from as many as are found; what is known where it cannot be better."""
+    refinements = SEARCH_WORK // max(1, len(count.useful))
+    chain = stabiliser_chain(count.wiring, colours, refinements=refinements)
+    small = chain.order is not None and chain.order <= MOST_ELEMENTS
+    if not small and count.rows(chain.generators) >= count.rows(known):
+        return known
+    return best_subgroup(count, [*known, *elements_or_products(count.wiring, chain)], largest=limit)

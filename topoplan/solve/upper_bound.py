@@ -1,0 +1,135 @@
+"""Prove an upper bound on the rate of a collective without making a plan (`topoplan.bound`).
+
+Flows on classes of equivalent devices: thousands of GPUs take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import cast
+
+from topoplan.machine.fabric import CHANNEL_SPLITS, Fabric
+from topoplan.machine.hardware import with_capable
+from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.machine.variants import with_all_capabilities
+from topoplan.plans.build import Allocation
+from topoplan.plans.certificates.certificate import Certificate, Channels, OneFabric
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.units import TOLERANCE, exact, nearest_float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proved upper bound on the rate of a collective.
+
+    Parameters
+    ----------
+    collective : str
+    ranks : tuple of str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    topology : Topology
+        The machine as a plan may use it.
+    channels : tuple of str
+        Channels that the bound speaks of.
+    rate : float
+        GB/s of algorithm bandwidth that no plan exceeds; infinite for a single rank.
+    certificate : Certificate
+        What a third party needs to recompute it (`topoplan.plans.certificates`).
+    """
+
+    collective: str
+    ranks: tuple[str, ...]
+    root: int | None
+    topology: Topology
+    channels: tuple[str, ...]
+    rate: float
+    certificate: Certificate
+
+
+def bound(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Bound:
+    """The bound that cuts and simple lengths prove, by flows on classes of devices that look alike.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels
+        As for `topoplan.plan`; channels between which a buffer is split are bounded one by one.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As for `topoplan.plan`.
+
+    Notes
+    -----
+    It is the optimum for broadcast and reduce, for allgather and reduce-scatter on links of equal widths both ways,
+    and for allreduce on direct links. Elsewhere a plan may prove a lower bound by its dual lengths.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> proved = bound(topoplan.nvswitch_cluster(128), "allgather")
+    >>> len(proved.ranks), round(proved.rate, 3)
+    (1024, 201.575)
+    """
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
+    collective, rank = asked.collective, asked.root
+    if channels in CHANNEL_SPLITS:
+        alone = [
+            bound(asked.machine, collective, gpus=gpus, root=root, channels=channel)
+            for channel in CHANNEL_SPLITS[channels]
+        ]
+        parts = tuple((one.channels[0], one.certificate) for one in alone)
+        first = alone[0]
+        return replace(
+            first,
+            channels=tuple(channel for channel, _ in parts),
+            rate=sum(one.rate for one in alone),
+            certificate=Channels(cast("tuple[tuple[str, OneFabric], ...]", parts)),
+        )
+    fabric = asked.fabric(channels)
+    certificate = best_bound(fabric, collective, rank)
+    rate = math.inf
+    if fabric.size > 1:
+        rate = nearest_float(certificate.bound(fabric, collective, rank))
+    return Bound(collective, fabric.ranks, rank, fabric.topology, fabric.channels, rate, certificate)
+
+
+def in_network_bound(proved: Plan | Bound) -> float | None:
+    """The bound in GB/s if switches copied and added wherever they could; None where that is no more than is proved.
+
+    A bound holds for switches that do what the machine says of them, which is to forward unless it is asked for more.
+    NVSwitches of Hopper and later could do more (`topoplan.machine.hardware.with_capable`), and NCCL's NVLS uses it.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> in_network_bound(topoplan.plan("dgx-h100")), in_network_bound(topoplan.plan("dgx-a100"))
+    (450.0, None)
+    """
+    able = with_all_capabilities(with_capable(proved.topology))
+    does, could = ([(one.multicast, one.reduce) for one in it.devices] for it in (proved.topology, able))
+    if does == could or len(proved.ranks) < 2 or proved.collective == ALL_TO_ALL:
+        return None
+    parts = [Fabric(able, (channel,)) for channel in proved.channels]
+    whole = Fabric(able, proved.channels)
+    rate = sum(
+        (
+            best_bound(fabric, proved.collective, proved.root).bound(fabric, proved.collective, proved.root)
+            for fabric in (parts if whole.split else [whole])
+        ),
+        Fraction(0),
+    )
+    least = proved.bound if isinstance(proved, Plan) else proved.rate
+    return nearest_float(rate) if rate > exact(least) * (1 + exact(TOLERANCE)) else None

@@ -1,1 +1,0 @@
-"""Permutation groups of an allocation, found and reduced to what a packing needs."""

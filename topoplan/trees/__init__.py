@@ -1,1 +1,0 @@
-"""Cheapest trees: arborescences, spanning trees, hop-constrained trees, shortest paths."""
