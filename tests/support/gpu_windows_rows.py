@@ -300,7 +300,7 @@ def region_of_one_rank(kind: str, **environment: str) -> str:
     with Rendezvous("127.0.0.1:0", 1) as meeting:
         backend = NcclBackend(cupy, TcpControlPlane(meeting.address, 0, 1, timeout=SECONDS), timeout=SECONDS)
         device = cupy.cuda.Device()
-        steps = AgreedSteps(backend._world, timeout=SECONDS, here=lambda: device)
+        steps = AgreedSteps(backend._world, timeout=SECONDS, enter=backend._enter)
         library, connections = backend.library, backend._connections
         region = open_device_arenas(
             cupy, library, connections, steps, rank=0, size=1, device=device.id, nbytes=64 << 20

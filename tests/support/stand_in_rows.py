@@ -168,6 +168,9 @@ def small_rows(machine: Machine, cupy: Any) -> Mapping[str, Callable[[], Any]]:
         "windows-1/graphs": partial(windows.graphs, 2, (10, 5000), blocks=1, slot_bytes=4096),
         "windows-1/sweep": figures,
         "windows-each/multicast": no_stand_in("kernels that use the switch run on the PTX interpreter only"),
+        "windows-each/ipc": no_stand_in(
+            "ranks are threads of one process, which need no IPC to reach each other"
+        ),
         "windows-each/probed": no_stand_in("NVML's stand-in is a process of its own"),
         **{
             name: no_stand_in("a thread cannot be killed")
