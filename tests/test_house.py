@@ -241,8 +241,46 @@ def test_what_a_process_loads(code: str, absent: set[str]) -> None:
     assert not {name.split(".")[0] for name in run.stdout.split()} & absent
 
 
+def picture() -> str:
+    """Return the rooms and their imports as a Mermaid graph; an arrow that others imply is left out.
+
+    Constants of the roots (errors, units, plugins) are used everywhere and not drawn.
+    """
+    imports: dict[str, set[str]] = collections.defaultdict(set)
+    drawn = {f"{package}.{room}" for package in PACKAGES for room in BUDGET["order"][package]}
+    drawn -= {f"topoplan.{root}" for root in ("errors", "units", "plugins")}
+    for path in FILES:
+        room = ".".join(dotted(path).split(".")[:2])
+        for name in imported(tree_of(path)):
+            other = ".".join(name.split(".")[:2])
+            excepted = f"{path} {name}" in BUDGET["order"]["exceptions"]
+            if room in drawn and other in drawn - {room} and not excepted:
+                imports[room].add(other)
+
+    @functools.cache
+    def reached(room: str) -> frozenset[str]:
+        return frozenset(imports[room]).union(*(reached(other) for other in imports[room]))
+
+    lines = ["graph LR"]
+    for package in PACKAGES:
+        rooms = [name for name in BUDGET["order"][package] if f"{package}.{name}" in drawn]
+        lines += [f"  subgraph {package}", *(f"    {package}.{name}[{name}]" for name in rooms), "  end"]
+    for room in sorted(imports):
+        implied = frozenset[str]().union(*(reached(other) for other in imports[room]))
+        lines += [f"  {other} --> {room}" for other in sorted(imports[room] - implied)]
+    return "\n".join(lines)
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    """`python -m tests.test_house --picture` draws it anew."""
+    assert picture() in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
 def main() -> int:
-    """Print every figure beside its budget."""
+    """Print every figure beside its budget; with ``--picture`` the graph of ARCHITECTURE.md."""
+    if "--picture" in sys.argv[1:]:
+        print(picture())
+        return 0
     sizes = room_sizes()
     for room, size in sizes.items():
         allowed = BUDGET["rooms"].get(room, {})
