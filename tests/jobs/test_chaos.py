@@ -29,13 +29,13 @@ from collectives.lab.chaos_run import ChaosSettings, run_chaos_jobs
 {patch}
 
 plan = topoplan.plan("dgx-1v", gpus=range(4))
-outcome = chaos(Settings(plan, "shared", 1.0, 9, timeout=1.0, largest=1 << 16), tell=print)
+outcome = run_chaos_jobs(ChaosSettings(plan, "shared", 1.0, 9, timeout=1.0, largest=1 << 16), tell=print)
 print({{name: sum(getattr(one, name) for one in outcome.tallies.values()) for name in ("wrong", "lost", "hangs")}})
 """
 """A run of ranks that do something else than they should."""
 
 FLIP = """
-method = rank.Communicator.all_reduce
+method = chaos_rank.Communicator.all_reduce
 def all_reduce(self, array, **options):
     handle = method(self, array, **options)
     def flip(found):
@@ -52,24 +52,24 @@ class Changed:
     def __getattr__(self, name):
         return getattr(self._handle, name)
 
-rank.Communicator.all_reduce = all_reduce
+chaos_rank.Communicator.all_reduce = all_reduce
 """
 
 BITS = """
 import zlib
 crc = zlib.crc32
-rank.zlib = type("Other", (), {"crc32": staticmethod(lambda data: crc(data) + (rank.os.getpid() % 2))})
+chaos_rank.zlib = type("Other", (), {"crc32": staticmethod(lambda data: crc(data) + (chaos_rank.os.getpid() % 2))})
 """
 
 SLEEP = """
 import time
-work = rank._Life._work
+work = chaos_rank._RankLoop._work
 def late(self):
     if self._round > 2 and {who}:
         time.sleep(30)
     return work(self)
-rank._Life._work = late
-run.PATIENCE, run.TIMEOUTS = {patience}
+chaos_rank._RankLoop._work = late
+chaos_run.HANG_SECONDS, chaos_run.HANG_TIMEOUTS = {patience}
 """
 
 

@@ -494,7 +494,7 @@ import sys
 from collectives.peers.tcp_control_plane import TcpControlPlane
 from topoplan.errors import BackendError
 try:
-    TcpWorld(sys.argv[1], 0, 2, timeout=5)
+    TcpControlPlane(sys.argv[1], 0, 2, timeout=5)
 except BackendError as error:
     print(error)
 """

@@ -523,7 +523,8 @@ def test_progress_is_told_once_for_each_class() -> None:
 
 def outputs_under_two_hash_seeds() -> Iterator[str]:
     code = (
-        "import json, topoplan; from topoplan.compare import *;"
+        "import json, topoplan; from topoplan.operate.compare.comparison import compare_all;"
+        "from topoplan.operate.compare.table import to_object;"
         "print(json.dumps(to_object(compare_all(topoplan.load('mi250x'), sizes=[3, 4]))))"
     )
     for seed in ("1", "2"):

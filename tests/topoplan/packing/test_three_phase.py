@@ -325,7 +325,7 @@ def test_large_plans_stay_compact_and_say_the_same() -> None:
 def test_the_plan_does_not_depend_on_hash_seeds() -> None:
     """Two processes with different seeds write the same file."""
     code = (
-        "import topoplan as t; from topoplan.clusters import *; m = t.load('dgx-1v');"
+        "import topoplan as t; from topoplan import Server, cluster; m = t.load('dgx-1v');"
         "print(t.three_phase(cluster([Server(m, range(3)), Server(m, range(3, 8))], nic_gbps=100)).to_json())"
     )
     files = {
