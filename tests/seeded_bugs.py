@@ -1,0 +1,108 @@
+"""Seed one bug at a time and say which test catches it: ``python -m tests.seeded_bugs [NAME ...] [--list]``.
+
+Each bug replaces one place of the sources in a copy of the checkout. The tests that it names run there: first those of
+``make test``, and if all of these pass, those of ``make test-all``. A bug that no test catches ends the command with
+exit status 1; so does a bug whose place is not found exactly once, because the source has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.seeded_bug_list import BUGS, Bug
+from tests.support.checkout import ROOT
+
+THOROUGH = "(thorough or listings) and not gpu and not slow"
+COPIED = ("topoplan", "collectives", "tests", "topologies", "docs", "conftest.py", "pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Where a bug is caught: ``make test``, ``make test-all`` or nowhere, by which test, after how many seconds."""
+
+    bug: Bug
+    place: str
+    test: str
+    seconds: float
+
+
+def seed(bug: Bug, checkout: Path) -> str:
+    """Replace the bug's place in a checkout; return the original text of the file."""
+    path = checkout / bug.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: {bug.old!r} stands {text.count(bug.old)} times in {bug.file}; update the bug")
+    path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+    return text
+
+
+def failing_test(checkout: Path, tests: Sequence[str], markers: str | None) -> str:
+    """Run tests until one fails; return its name, or an empty text if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    if markers is not None:
+        command += ["-m", markers]
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    if run.returncode in (0, 5):  # 5: no test has these markers
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    return found.group(1) if found else f"pytest ended with {run.returncode}"
+
+
+def judge(bug: Bug, checkout: Path) -> Verdict:
+    """Seed a bug, run its tests, and restore the file."""
+    text, begun = seed(bug, checkout), time.monotonic()
+    try:
+        for place, markers in (("make test", None), ("make test-all", THOROUGH)):
+            test = failing_test(checkout, bug.tests, markers)
+            if test:
+                return Verdict(bug, place, test, time.monotonic() - begun)
+        return Verdict(bug, "nowhere", "", time.monotonic() - begun)
+    finally:
+        (checkout / bug.file).write_text(text, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for each bug; return 1 if any is not caught."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("names", nargs="*", help="bugs to seed; all of them by default")
+    parser.add_argument("--list", action="store_true", help="print the bugs and seed none")
+    asked = parser.parse_args(arguments)
+    unknown = set(asked.names) - {bug.name for bug in BUGS}
+    if unknown:
+        parser.error(f"no bug is called {', '.join(sorted(unknown))}; --list prints all")
+    bugs = [bug for bug in BUGS if not asked.names or bug.name in asked.names]
+    if asked.list:
+        for bug in bugs:
+            print(f"{bug.name:36} {bug.idea:22} {bug.file}")
+        return 0
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder) / "checkout"
+        checkout.mkdir()
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, checkout / name)
+        for bug in bugs:
+            verdict = judge(bug, checkout)
+            caught += verdict.place != "nowhere"
+            print(f"{bug.name:36} {bug.idea:22} {verdict.place:14} {verdict.seconds:6.1f} s  {verdict.test}", flush=True)
+    print(f"{caught} of {len(bugs)} bugs are caught")
+    return 0 if caught == len(bugs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
