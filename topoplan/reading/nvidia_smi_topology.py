@@ -1,8 +1,8 @@
 """Convert ``nvidia-smi topo -m`` text to a Topology: NVLinks, PCIe tree, and assumptions.
 
-The text states link counts and distances, no bandwidth. `nvidia_smi_matrix` reads the table, `read_nvlinks` tells
-direct links from a switch and guesses the GPU generation, `pcie_tree` recovers switches and CPUs; bandwidths are
-added here.
+The text states link counts and distances, no bandwidth. `nvidia_smi_matrix` parses the table, `read_nvlinks`
+distinguishes direct links from a switch and infers the GPU generation, `pcie_tree` recovers switches and CPUs;
+bandwidths are added here.
 
 A cell NV# counts the links that join a pair, but behind an NVSwitch all pairs of a GPU share the same links. So the
 rule: if the NV# of some row add up to more links than any GPU has (18), the machine is switched, and a GPU has as
@@ -59,13 +59,13 @@ _ROW = re.compile(
     r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
 )
 _PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*?)\s*")
-_ALL_ALIKE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
+_ONE_TYPE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
 
 
 def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
-    """Read the names of GPUs by number, and a name that holds for all of them.
+    """Return the names of GPUs by number, and a name that holds for all of them.
 
-    Both are empty where the text states none; a GPU that is named twice keeps its first name.
+    Both are empty if the text states none; a GPU that is named twice keeps its first name.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
         elif found := _PRODUCT_NAME.fullmatch(line):
             numbers, name = (str(products),), found[1]
             products += 1
-        elif found := _ALL_ALIKE.fullmatch(line):
+        elif found := _ONE_TYPE.fullmatch(line):
             every = every or found[1]
         for number in numbers:
             names.setdefault(int(number), name.strip())
@@ -98,16 +98,10 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
 
 @dataclass(frozen=True, slots=True)
 class NamedGpus:
-    """What a report says of the GPUs of a matrix.
+    """Models of the GPUs of a matrix, as a report states them.
 
-    Parameters
-    ----------
-    models : mapping of str to str
-        Name by column; empty where the report names none, or does not say which column a name belongs to.
-    generation : GpuGeneration or None
-        Of the GPUs; of several the one with the slowest PCIe link. None where it is not known.
-    notes : tuple of str
-        Names that are not used.
+    ``models`` is by column; it is empty if the report names none, or does not say which column a name belongs to.
+    ``generation`` is None if it is not known; of several it is the one with the slowest PCIe link.
     """
 
     models: Mapping[str, str]
@@ -115,21 +109,14 @@ class NamedGpus:
     notes: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """The names, each once, for a note."""
+        """Return the distinct names, for a note."""
         return listed(dict.fromkeys(self.models.values()), noun="names")
 
 
 def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> NamedGpus:
-    """Match the names in a report to the columns of its matrix.
+    """Match the names in a report to the columns of its matrix, such as ``GPU0``.
 
-    Parameters
-    ----------
-    text : str
-        The report.
-    gpus : sequence of str
-        Columns, such as ``GPU0``.
-    links : mapping of str to int
-        NVLinks that a GPU has at least by the matrix: a name of GPUs that have fewer is of another machine.
+    ``links`` holds the least number of NVLinks of each GPU by the matrix: a model with fewer is another machine's.
 
     Examples
     --------
@@ -180,30 +167,13 @@ def parse_nvidia_smi(
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
 ) -> Topology:
-    """Read the matrix that ``nvidia-smi topo -m`` prints.
+    """Parse the matrix that ``nvidia-smi topo -m`` prints; lines that begin with # are skipped.
 
     GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>``. An NVSwitch machine gets one ``nvswitch0`` for all
-    switch chips, since hardware stripes every transfer over them. What the matrix tells beside its links stays as
-    facts: adapters of NICs, host bridges where PHB and NODE tell them apart, CPU and NUMA affinity.
-
-    Parameters
-    ----------
-    text : str
-        The output; lines that begin with # are skipped.
-    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
-        GB/s per direction of one NVLink, of one PCIe link and between CPUs, in place of what is assumed.
-
-    Returns
-    -------
-    Topology
-        Its ``notes`` say what the text does not state and was assumed.
-
-    Raises
-    ------
-    TopologyError
-        The text is no such matrix, or is ragged or asymmetric; the message names row, column and value.
-    UsageError
-        A bandwidth is not a finite number above zero.
+    switch chips, since hardware stripes every transfer over them. Adapters of NICs, host bridges (if PHB and NODE
+    distinguish them), CPU and NUMA affinity become facts. Bandwidths are in GB/s per direction of one NVLink, of one
+    PCIe link and between CPUs; they replace the assumed ones, which the ``notes`` list. A TopologyError names row,
+    column and value.
 
     Examples
     --------
@@ -284,20 +254,14 @@ _REFUSED = {
     "NS": "not supported",
     "DR": "disabled by regkey",
 }
-"""Why ``nvidia-smi topo -p2p`` says that a pair has no access."""
+"""Reasons of ``nvidia-smi topo -p2p`` for a pair without peer access."""
 
 
 def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str]) -> Topology:
-    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints.
+    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints, each once with its code.
 
     NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
-    is staged where no GPU has access; where only some pairs have none, a note names them.
-
-    Parameters
-    ----------
-    machine : Topology
-    refused : mapping of (str, str) to str
-        Each pair once, with its code.
+    is staged if no GPU has access; a note names the pairs if only some have none.
 
     Examples
     --------
@@ -329,8 +293,8 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
             over_pcie.setdefault(_REFUSED[code], []).append(f"{first}-{second}")
     barred = {gpu for gpu, others in peers.items() if len(others) == len(machine.gpus) - 1}
     for gpu in [name for name in machine.gpus if name in switched & peers.keys()]:
-        there = peers[gpu] & switched
-        if len(there) == len(switched) - 1:
+        denied = peers[gpu] & switched
+        if len(denied) == len(switched) - 1:
             gone |= {ends for ends in wires if gpu in ends}
             notes.append(
                 warning(
@@ -338,8 +302,8 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
                     "the fabric manager running?)"
                 )
             )
-        elif there:
-            names = listed(name for name in machine.gpus if name in there)
+        elif denied:
+            names = listed(name for name in machine.gpus if name in denied)
             notes.append(
                 warning(f"{gpu}: access over NVLink is refused to {names}; the plan may use it all the same")
             )
@@ -350,7 +314,7 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
             for reason, pairs in over_pcie.items()
         ]
     elif not wires and set(refused.values()) == {"NS"}:
-        notes.append(warning("NS in a listing of topo -p2p n speaks of NVLink alone; give topo -p2p r"))
+        notes.append(warning("NS in a listing of topo -p2p n concerns NVLink alone; give topo -p2p r"))
     devices = tuple(
         replace(device, facts=facts(**{**dict(device.facts), "peer_access": "none"}))
         if device.name in barred
@@ -388,16 +352,16 @@ def _devices(
 
 
 def _nic(nic: str, matrix: ConnectionMatrix, tree: PcieTree, names: dict[str, str]) -> Device:
-    """Newer drivers head the columns NIC0, NIC1, ... and name the adapters in a legend, older ones put them there."""
+    """Return a NIC; newer drivers name adapters in a legend of NIC0, NIC1, ..., older ones in the column heads."""
     adapter = matrix.hardware.get(nic, "" if re.fullmatch(r"NIC\d+", nic) else nic)
     known = facts(adapter=adapter, host_bridge=tree.bridges.get(names[nic]))
     return Device(names[nic], "nic", _SERVER, facts=known)
 
 
 def _of_cpus(tree: PcieTree, stated: Mapping[str, str]) -> dict[str, str]:
-    """Affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+    """Return the affinity of each CPU whose GPUs agree on one, unless GPUs of another CPU state it too.
 
-    A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
+    A job that is bound to a few cores prints the same for every GPU, which says nothing about any CPU.
     """
     found: dict[str, set[str]] = {}
     for gpu, text in stated.items():
@@ -424,18 +388,8 @@ def _nvlink_links(nvlinks: MatrixNvlinks, names: dict[str, str], per_link: float
 class MatrixNvlinks:
     """NVLinks of a machine.
 
-    Parameters
-    ----------
-    switched : bool
-        GPUs are joined by an NVSwitch.
-    direct : dict of (str, str) to int
-        Links of each pair, each pair once; empty if switched.
-    to_switch : dict of str to int
-        Links of each GPU to the switch; empty if direct.
-    generation : GpuGeneration
-        Assumed GPU.
-    notes : tuple of str
-        What was assumed, other than bandwidths.
+    ``direct`` counts the links of each pair, each pair once, and is empty if an NVSwitch joins the GPUs;
+    ``to_switch`` counts the links of each GPU to the switch. ``notes`` list assumptions other than bandwidths.
     """
 
     switched: bool
@@ -446,12 +400,12 @@ class MatrixNvlinks:
 
     @property
     def any(self) -> bool:
-        """Whether there is an NVLink."""
+        """Return whether the machine has an NVLink."""
         return bool(self.direct or self.to_switch)
 
 
 def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -> MatrixNvlinks:
-    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs where it is known.
+    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs if it is known.
 
     Examples
     --------

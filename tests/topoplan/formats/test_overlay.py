@@ -306,7 +306,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             topoplan.overlay(V100S, place)
     assert refusal(V100S, tmp_path / "empty").startswith(
-        f"{tmp_path / 'empty'}: this is no listing of NVLinks"
+        f"{tmp_path / 'empty'}: this is not a listing of NVLinks"
     )
     assert topoplan.overlay(V100S) == V100S
 
