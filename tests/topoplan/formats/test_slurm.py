@@ -287,7 +287,7 @@ def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path:
     assert isinstance(found, NodeNetwork)
     assert found.name == "topology"
     assert load_network("       GPU0  GPU1\nGPU0   X    NV2\nGPU1  NV2    X") is None
-    with pytest.raises(UsageError, match="says how Slurm's nodes are joined, and not what a node is"):
+    with pytest.raises(UsageError, match="states how Slurm's nodes are joined, and not what a node is"):
         topoplan.load(path)
 
 
