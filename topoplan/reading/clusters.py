@@ -1,4 +1,4 @@
-"""Read clusters: cluster JSON, format ``topoplan.cluster/1``, and regular networks by parameters.
+"""Parse clusters: cluster JSON, format ``topoplan.cluster/1``, and regular networks by parameters.
 
 ::
 
@@ -9,15 +9,15 @@
 
 ``machine`` is a name of the library, or a file: its path is relative to the cluster file. With ``"tree":
 "topology.conf"`` in its network, the servers are the nodes of Slurm's topology.conf or topology.yaml: ``nodes``, such
-as ``"node[01-08]"``, says which are of a kind of server, and a server without it takes the others. The keys of a
-server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`; every key but
-``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` may be left out. Unknown keys are refused.
+as ``"node[01-08]"``, lists the nodes of a server's kind, and a server without it takes the others. The keys of a
+server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`. All keys but
+``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` are optional. Unknown keys are refused.
 
 Regular networks are ``bcube:4,2``, ``torus:3,3``, ``fat-tree:4``; ``@10`` makes each port 10 GB/s. A host is one GPU
 with its network ports. Hosts are numbered by their digits, the first dimension in the highest place.
 
 - ``bcube:N,K``: N^K hosts of K ports and K N^(K-1) switches of N; the switch of level l joins the hosts that differ
-  in digit l alone (Guo et al., "BCube", SIGCOMM 2009).
+  only in digit l (Guo et al., "BCube", SIGCOMM 2009).
 - ``torus:A,B,…``: A B … hosts, each with a port to both neighbours in every dimension; in a dimension of two both
   ports lead to the same host.
 - ``fat-tree:K``: K^3 / 4 hosts on switches of K ports in K pods (Al-Fares et al., SIGCOMM 2008).
@@ -41,21 +41,16 @@ from topoplan.reading.slurm import expand_hostlist
 from topoplan.units import parse_gpu_list
 
 PORT = 12.5
-"""GB/s of a port where none is given: 100 Gb/s."""
+"""Default bandwidth of a port in GB/s: 100 Gb/s."""
 
 MOST_HOSTS, LONGEST_NUMBER = 4096, 9
-"""Most hosts of a network, and digits of the longest number in its name: more is a slip of the keyboard."""
+"""Largest number of hosts, and digits of the longest number in a name: more is a typing error."""
 
 _NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[0-9]+(\.[0-9]+)?))?")
 
 
 def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
-    """A BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
-
-    Raises
-    ------
-    UsageError
-        Fewer than two ports of a switch, no level, too many hosts.
+    """Return a BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
 
     Examples
     --------
@@ -65,7 +60,7 @@ def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
     """
     if ports < 2 or levels < 1:
         raise UsageError(
-            f"bcube:{ports},{levels} is none; give switches of 2 ports or more, and 1 level or more"
+            f"bcube:{ports},{levels} does not exist; give switches of 2 ports or more, and 1 level or more"
         )
     hosts = _hosts(f"bcube:{ports},{levels}", [ports] * min(levels, MOST_HOSTS))
     wires = []
@@ -78,12 +73,7 @@ def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
 
 
 def torus(*sides: int, gbps: float = PORT) -> Topology:
-    """A torus of hosts; ``gbps`` is GB/s of a port and direction.
-
-    Raises
-    ------
-    UsageError
-        A side below two, too many hosts.
+    """Return a torus of hosts; ``gbps`` is GB/s of a port and direction.
 
     Examples
     --------
@@ -93,7 +83,7 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
     """
     name = "torus:" + ",".join(map(str, sides))
     if not sides or min(sides) < 2:
-        raise UsageError(f"{name[:60]} is none; give sides of 2 or more")
+        raise UsageError(f"{name[:60]} does not exist; give sides of 2 or more")
     hosts = _hosts(name, sides)
     place = {digits: number for number, digits in enumerate(hosts)}
     wires = []
@@ -108,12 +98,7 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
 
 
 def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
-    """A fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
-
-    Raises
-    ------
-    UsageError
-        Ports that are odd or fewer than two, too many hosts.
+    """Return a fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
 
     Examples
     --------
@@ -123,7 +108,7 @@ def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
     """
     name = f"fat-tree:{ports}"
     if ports < 2 or ports % 2:
-        raise UsageError(f"{name} is none; give switches an even number of ports, 2 or more")
+        raise UsageError(f"{name} does not exist; give switches an even number of ports, 2 or more")
     half = ports // 2
     count = len(_hosts(name, [ports, half, half]))
     wires = [(f"gpu{host}", f"edge{host // half}", 1) for host in range(count)]
@@ -143,7 +128,7 @@ def _hosts(name: str, sides: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _network(name: str, hosts: int, wires: Sequence[tuple[str, str, int]], gbps: float) -> Topology:
-    """Hosts, the switches that wires name, in their order, and both directions of every wire."""
+    """Return a machine of hosts, the switches that wires name, in their order, and both directions of every wire."""
     gpus = [Device(f"gpu{number}", "gpu", server=f"host{number}") for number in range(hosts)]
     names = {end: None for a, b, _ in wires for end in (a, b) if not end.startswith("gpu")}
     links = [
@@ -162,16 +147,11 @@ _KINDS: dict[str, tuple[int | None, Callable[..., Topology]]] = {
 }
 
 REGULAR_NETWORK_FORMS = ("bcube:N,K", "torus:A,B,…", "fat-tree:K")
-"""How names with parameters are written; ``@GB/s`` after them is a port's bandwidth."""
+"""Patterns of names with parameters; ``@GB/s`` after them is a port's bandwidth."""
 
 
 def regular_network(name: str) -> Topology | None:
-    """The network of a name with parameters; None where it is no such name.
-
-    Raises
-    ------
-    UsageError
-        An unknown kind, a wrong number of parameters, or parameters of no network.
+    """Return the network of a name with parameters; None if the name has no parameters.
 
     Examples
     --------
@@ -190,12 +170,12 @@ def regular_network(name: str) -> Topology | None:
     wanted, make = _KINDS.get(found["kind"], (-1, torus))
     if wanted is not None and wanted != len(numbers):
         raise UsageError(
-            f"no network is written {name[:60]!r}; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
+            f"{name[:60]!r} is not a network; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
             "10 GB/s"
         )
     port = float(found["port"]) if found["port"] else PORT
     if not port:
-        raise UsageError(f"{name[:60]}: ports of 0 GB/s carry nothing; give more")
+        raise UsageError(f"{name[:60]}: bandwidth of a port must be above 0 GB/s, got 0; give more")
     return make(*numbers, gbps=port)
 
 
@@ -241,11 +221,11 @@ _NETWORK_KEYS = {
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
-"""Reads a machine by name or path, with the GB/s of one NVLink and one PCIe link where its text leaves them open."""
+"""Loads a machine by name or path, with the GB/s of one NVLink and one PCIe link, used if its text states none."""
 
 
 LoadTree = Callable[[str], NodeNetwork]
-"""Reads Slurm's description of a network by its path."""
+"""Loads Slurm's description of a network by its path."""
 
 
 class _NetworkFields(TypedDict, total=False):
@@ -261,31 +241,10 @@ class _NetworkFields(TypedDict, total=False):
     flow_gbps: float
 
 
-def is_cluster(value: object) -> bool:
-    """True for decoded JSON that says it is a cluster, of whatever version."""
-    return isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")
-
-
 def cluster_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> Topology:
-    """Build the cluster that decoded JSON describes.
-
-    Parameters
-    ----------
-    value : mapping
-        `is_cluster`.
-    load_machine : callable
-        Reads the machine of a server.
-    load_tree : callable or None
-        Reads the network that a ``tree`` names.
-
-    Raises
-    ------
-    TopologyError
-        Another version, or a key that is unknown, missing or of a wrong type.
-    UsageError
-        A machine cannot be read, or a number makes no sense.
+    """Build the cluster that decoded JSON describes; ``load_tree`` loads the network that a ``tree`` names.
 
     Examples
     --------
@@ -309,7 +268,7 @@ def cluster_from_object(
         for number, item in enumerate(listed)
     ]
     if "tree" in network:
-        assert load_tree is not None, "whoever reads files reads trees"
+        assert load_tree is not None, "callers with files pass load_tree"
         return _of_nodes(entries, network, load_machine, load_tree, cast("str", value.get("name", "")))
     servers = []
     for number, fields in enumerate(entries):
@@ -320,7 +279,7 @@ def cluster_from_object(
             )
         if "nic_gbps" not in fields and "nic_gbps" not in network:
             raise TopologyError(
-                f"network has no 'nic_gbps', and neither has {where}; say how fast a NIC is, in Gb/s"
+                f"neither network nor {where} has 'nic_gbps'; give the speed of a NIC in Gb/s"
             )
         try:
             servers.append(_server(fields, load_machine))
@@ -346,7 +305,7 @@ def _of_nodes(
     load_tree: LoadTree,
     name: str,
 ) -> Topology:
-    """The nodes of a tree, each of the first entry that names it, or of the one that takes the others."""
+    """Return the cluster of a tree's nodes, each of the server that names it, or of the one without nodes."""
     for where, fields, known in (
         ("network", network, _OF_TREES),
         *((f"servers[{number}]", entry, _OF_NODES) for number, entry in enumerate(entries)),
@@ -373,12 +332,10 @@ def _of_nodes(
                 )
             machines[node] = machine
     if len(others) > 1:
-        raise TopologyError(
-            "two servers name no nodes, and only one can take those that are left; give nodes"
-        )
+        raise TopologyError("two servers name no nodes, and only one can take the remaining ones; give nodes")
     if not others and len(machines) < len(tree.nodes):
         node = next(node for node, _ in tree.nodes if node not in machines)
-        raise TopologyError(f"node {node} of the tree is of no server; add it to the nodes of one")
+        raise TopologyError(f"node {node} of the tree belongs to no server; add it to the nodes of one")
     given = cast(
         "_NetworkFields", {key: field for key, field in network.items() if key not in ("kind", "tree")}
     )

@@ -49,6 +49,7 @@ def find_damage(topology: Topology, gpus: Sequence[ListedGpu]) -> dict[Pair, tup
 
     A dead wire keeps 0. A TopologyError says that the listings contradict the machine or each other, or leave open
     which wires are meant.
+
     Examples
     --------
     Two GPUs of a DGX-1V, each with a wire down: one of the two wires between them.

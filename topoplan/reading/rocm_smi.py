@@ -209,7 +209,7 @@ def parse_rocm_smi(
 
     GPU *n* of the tables becomes ``gpu<n>``; links of Infinity Fabric are of the channel ``nvlink``. The rates are in
     GB/s per direction of one Infinity Fabric link, of one PCIe link and between CPUs, if not printed.
-    ``xgmi_optional`` leaves out links of Infinity Fabric, instead of raising, if the listing does not state which GPUs they
+    ``xgmi_optional`` leaves out links of Infinity Fabric if the listing does not state which GPUs they
     join, since they come from another description. ``known`` gives machines to look up listings of weights alone.
 
     Examples

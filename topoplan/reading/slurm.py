@@ -168,6 +168,7 @@ class _YamlLine:
 
 def read_yaml(text: str) -> object:
     """Parse lists, mappings and strings; an empty value is None. A TopologyError names the line that is refused.
+
     Examples
     --------
     >>> read_yaml("- name: a\\n  sizes: [2, 4]\\n- name: 'b c'   # comment")
@@ -338,6 +339,7 @@ def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
 
     ``which`` selects one of several topologies by its name; if it is empty, the cluster's default or the first is
     taken. A TopologyError names the line or the switch that is wrong, a UsageError a topology that does not exist.
+
     Examples
     --------
     >>> found = parse_slurm("SwitchName=s1 Nodes=n[9-10]\\nSwitchName=s2 Nodes=n8\\nSwitchName=top Switches=s[1-2]")

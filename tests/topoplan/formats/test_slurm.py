@@ -312,7 +312,7 @@ def test_a_cluster_file_says_what_the_nodes_of_a_tree_are(tmp_path: Path) -> Non
         ([{"machine": "dgx-1v", "count": 2}], {}, r"servers\[0\]: count does not go with a tree"),
         ([{"machine": "dgx-1v"}], {"leaf_size": 2}, "network: leaf_size does not go with a tree"),
         ([{"machine": "dgx-1v", "nodes": "node09"}], {}, "node node09 is not in the tree"),
-        ([{"machine": "dgx-1v", "nodes": "node01"}], {}, "node node02 of the tree is of no server"),
+        ([{"machine": "dgx-1v", "nodes": "node01"}], {}, "node node02 of the tree belongs to no server"),
         ([{"machine": "dgx-1v"}, {"machine": "dgx-2"}], {}, "two servers name no nodes"),
     ],
 )
