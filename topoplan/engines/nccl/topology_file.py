@@ -2,7 +2,7 @@
 
 The file holds what NCCL needs: CPUs, the PCIe tree below them, GPUs with their NVLinks, NICs. NCCL works with rates of
 its own, by processor, compute capability and PCIe generation; the nearest ones are chosen, and notes name omissions,
-assumptions and differing rates. The machine's own figures are attributes that NCCL ignores and `topoplan.load` reads:
+assumptions and differing rates. The machine's own figures are attributes that NCCL ignores and `topoplan.load` parses:
 ``name``, ``model``, ``bandwidth`` and ``socket`` in GB/s, ``peer_access`` in seconds, and ``assumed``, the attributes
 of an element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h``
 of NCCL (2.27 to 2.30) and RCCL. NCCL 2.30 makes of the file what it makes of the machine itself. Deliberately absent: a
@@ -64,18 +64,9 @@ def topology_notes(
     nodes: Mapping[str, int],
     invented: Iterable[str],
 ) -> tuple[str, ...]:
-    """One line for each thing that the reader of the file should know.
+    """Return one line for each omission, assumption and differing rate of the file.
 
-    Parameters
-    ----------
-    machine : Topology
-    tree : NcclHostTree
-    gpus, cpus : mapping of str to identity
-        By name of the device.
-    nodes : mapping of str to int
-        NUMA node of each CPU in the file.
-    invented : iterable of str
-        Names of devices whose bus id is.
+    ``nodes`` are the NUMA nodes of CPUs in the file, ``invented`` the devices with an invented bus id.
     """
     made_up = set(invented)
     return (
@@ -103,12 +94,14 @@ def _guess_notes(gpus: Mapping[str, GpuIdentity]) -> list[str]:
         return []
     gcn = gpus[guessed[0]].gcn
     if gcn:
-        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not tell"]
-    return [f"sm is left to the driver, whom NCCL asks, for {listed(guessed)}, whose model does not tell"]
+        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not state it"]
+    return [
+        f"sm is left to the driver, which NCCL asks, for {listed(guessed)}, whose model does not state it"
+    ]
 
 
 def _driver_nvlink_notes(machine: Topology, gpus: Mapping[str, GpuIdentity]) -> list[str]:
-    """NCCL takes the NVLinks of a GPU from the file or from the driver, and cannot be told that there are none."""
+    """Return a note on GPUs without NVLinks: NCCL then asks the driver, and the file cannot state that none exist."""
     joined = {link.src for link in machine.links if link.channel == "nvlink"}
     bare = [name for name in gpus if name not in joined]
     return [f"NCCL asks the driver for NVLinks of {listed(bare)}, as none are stated here"] if bare else []
@@ -119,9 +112,11 @@ def _rate_notes(
 ) -> list[str]:
     counted: dict[str, list[str]] = {}
 
-    def compare(what: str, stated: Fraction, own: Fraction, place: str) -> None:
+    def compare(subject: str, stated: Fraction, own: Fraction, place: str) -> None:
         if stated != own:
-            line = f"NCCL counts {float(own):g} GB/s for {what}, where the machine states {float(stated):g}"
+            line = (
+                f"NCCL counts {float(own):g} GB/s for {subject}, where the machine states {float(stated):g}"
+            )
             counted.setdefault(line, []).append(place)
 
     for link in machine.links:
@@ -130,8 +125,8 @@ def _rate_notes(
             if identity.guessed and not identity.gcn:
                 continue
             own = xgmi_bandwidth(identity.gcn) if identity.gcn else nvlink_bandwidth(identity.capability)
-            what = "an XGMI link" if identity.gcn else "an NVLink"
-            compare(what, exact(link.bandwidth) / link.count, exact(own), link.src)
+            subject = "an XGMI link" if identity.gcn else "an NVLink"
+            compare(subject, exact(link.bandwidth) / link.count, exact(own), link.src)
     for name, bandwidth in tree.bandwidth.items():
         compare("the PCIe link", exact(bandwidth), counted_bandwidth(*nearest_pcie(bandwidth)), name)
     for name, rate in tree.socket.items():
@@ -163,38 +158,28 @@ def _omission_notes(machine: Topology, tree: NcclHostTree, nodes: Mapping[str, i
             unsaid.setdefault("latency", []).append(f"{link.src}->{link.dst}")
         if link.channel == "c2c" and link.count > 1:
             unsaid.setdefault("the number of c2c links, which are read as one", []).append(link.src)
-    notes = [f"not in the file: {what}: {listed(dict.fromkeys(places))}" for what, places in unsaid.items()]
+    notes = [f"not in the file: {fact}: {listed(dict.fromkeys(places))}" for fact, places in unsaid.items()]
     if machine.servers and machine.servers != (_SERVER,):
         notes.append(f"not in the file: the name of server {machine.servers[0]}, which is read as {_SERVER}")
     return notes
 
 
 MAX_ELEMENTS = 255
-"""NCCL holds 256 elements and wants room for one more before it reads on (NCCL_TOPO_XML_MAX_NODES)."""
+"""Elements that NCCL holds, less one: it needs a free one before it parses on (NCCL_TOPO_XML_MAX_NODES is 256)."""
 
 _CLASS = {"pcie": "0x060400", "gpu": "0x030200", "nic": "0x020000"}
 _AMD_CLASS = {**_CLASS, "gpu": "0x038000"}
 _NVSWITCH_CLASS, _CPU_CLASS = "0x068000", "0x068001"
 _CHIP_KEYS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
 _HIDDEN = "fffffff:ffff:ff"
-"""Bus id of an NVLink's far end that NCCL itself writes where it cannot see the NVSwitch."""
+"""Bus id that NCCL itself writes for an NVLink's far end if it cannot see the NVSwitch."""
 
 
 def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
-    """The topology file of a machine.
+    """Return the topology file of a machine, or of one ``server`` of several.
 
-    Parameters
-    ----------
-    topology : Topology
-        Its GPUs get ranks in their order; ``dev`` is the number that NVML knows them by (see
-        `topoplan.engines.nccl.identities`).
-    server : str or None
-        Which of several servers.
-
-    Raises
-    ------
-    UsageError
-        The file cannot hold the machine: the message names device or link. It has more than `MAX_ELEMENTS` elements.
+    Ranks follow the order of the GPUs; ``dev`` is NVML's number (see `topoplan.engines.nccl.identities`). A UsageError
+    names a device or link that has no place in the file, or says that it exceeds `MAX_ELEMENTS`.
 
     Examples
     --------
@@ -291,10 +276,10 @@ class _TopologyWriter:
         return NcclElement("cpu", self._settled(known, "affinity"), self._below(device.name))
 
     def _settled(self, known: list[tuple[str, str]], *left: str) -> tuple[tuple[str, str], ...]:
-        """Attributes of a CPU or switch, with empty ones for those that NCCL would find out itself.
+        """Return attributes of a CPU or switch, with empty values for the ones that NCCL would query.
 
-        Where the file names network devices, ranks keep CPUs and switches that are not above their GPU and find out
-        nothing of them; since 2.21 NCCL then takes one that two ranks describe differently for two.
+        If the file names network devices, ranks keep CPUs and switches that are not above their GPU and query nothing
+        about them; since 2.21 NCCL then takes one that two ranks describe differently for two.
         """
         found = _drop_empty(known)
         if not self.named_nics:
@@ -306,16 +291,14 @@ class _TopologyWriter:
         plain: list[NcclElement] = []
         for child in self.tree.children[name]:
             device = self.machine.device(child)
-            if device.kind == "nic" and self._is_virtual(device, name):
+            # NCCL puts a NIC with a name but no place on PCIe below the CPU.
+            adapter = device.fact("adapter")
+            virtual = device.kind == "nic" and adapter and "+" not in adapter and not device.busid
+            if virtual and name in self.cpus:
                 plain += net_elements(device, self._net_number(child), bandwidth=self.tree.bandwidth[child])
             else:
                 pcie.append(self._pci(device))
         return (*pcie, *plain)
-
-    def _is_virtual(self, nic: Device, parent: str) -> bool:
-        """A NIC with a name but no place on PCIe, which NCCL hangs on the CPU."""
-        adapter = nic.fact("adapter")
-        return bool(adapter) and "+" not in adapter and not nic.busid and parent in self.cpus
 
     def _pci(self, device: Device) -> NcclElement:
         bandwidth = self.tree.bandwidth[device.name]
@@ -370,7 +353,7 @@ class _TopologyWriter:
         )
 
     def _net_number(self, name: str) -> int:
-        """The first number of a NIC's network devices."""
+        """Return the first number of a NIC's network devices."""
         number = 0
         for device in self.machine.devices:
             if device.name == name:
@@ -389,7 +372,7 @@ def _assumed(*names: str) -> tuple[str, str]:
 
 
 def _chip(pci: str) -> list[tuple[str, str]]:
-    """Attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
+    """Return attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
     parts = pci.split(":")
     if len(parts) != len(_CHIP_KEYS):
         return []
@@ -400,16 +383,11 @@ _GIGABITS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[NcclElement, ...]:
-    """The ``nic`` element of a NIC, if it needs one.
+    """Return the ``nic`` element of a NIC, if it needs one.
 
-    Parameters
-    ----------
-    nic : Device
-        Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
-    number : int
-        ``dev`` of its first network device.
-    bandwidth : float or None
-        GB/s per direction to the CPU, for a NIC that hangs on the CPU without a place on PCIe.
+    Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
+    ``number`` is ``dev`` of its first network device, ``bandwidth`` GB/s per direction for a NIC directly below the
+    CPU, without a place on PCIe.
 
     Examples
     --------
@@ -418,7 +396,8 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
     >>> net_elements(nic, 0)[0].children[0].attributes
     (('name', 'mlx5_0'), ('dev', '0'), ('speed', '100000'))
     """
-    adapters, speed = nic.fact("adapter"), _megabits(nic.fact("gigabits"))
+    adapters, gigabits = nic.fact("adapter"), nic.fact("gigabits")
+    speed = round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0
     if not adapters and not speed:
         return ()
     names = adapters.split("+")
@@ -433,8 +412,3 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
         nets.append(NcclElement("net", tuple((key, value) for key, value in known if value)))
     own = (("name", nic.name), ("model", nic.model)) if bandwidth is not None else ()
     return (NcclElement("nic", tuple((key, value) for key, value in own if value), tuple(nets)),)
-
-
-def _megabits(gigabits: str) -> int:
-    """Mb/s, 0 where the text is no number."""
-    return round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0
