@@ -319,7 +319,7 @@ def test_links_that_are_none_are_left_out_with_a_note(count: str) -> None:
     """NCCL adds nothing for them either."""
     topology = parse_nccl_xml(pair(element("nvlink", target=bus(1), count=count, tclass=GPU)))
     assert not nvlinks(topology)
-    assert notes_about(topology, "nvlink with a count") == [
+    assert notes_about(topology, "nvlink without a count") == [
         f"nvlink without a count above 0; left out: {bus(0)}"
     ]
 
@@ -558,7 +558,7 @@ def twice(text: str) -> str:
         (pair().replace('numaid="0"', 'numaid="x"'), "line 2: cpu numaid must be a NUMA node from -1 to 1024, got 'x'"),
         (
             pair().replace('numaid="0"', 'numaid="9999"'),
-            "line 2: cpu numaid '9999' is no number of a NUMA node",
+            "line 2: cpu numaid must be a NUMA node from -1 to 1024, got '9999'",
         ),
         (system(cpu(0, gpu_pci(0)), cpu(0)), "line 7: cpu numaid 0 occurs twice, first in line 2"),
         (
@@ -572,7 +572,7 @@ def twice(text: str) -> str:
         (only(gpu_pci(0), nic_pci("0:1:0", "e", 0, 10**10)), "line 8: net speed 10000000000 Mb/s is above"),
         (only(), "the file has no GPU: no pci element is below a cpu"),
         (only(pci("0:1:0", device=NIC)), "the file has no GPU: none of its 1 pci elements has class 0x03"),
-        (only(pci("0:1:0", **{"class": None})), "which of the 1 pci elements are GPUs is not known"),
+        (only(pci("0:1:0", **{"class": None})), "the file does not state which of its 1 pci elements are GPUs"),
         (
             pair().replace('version="1"', 'version="3"'),
             "line 1: system version '3' is unknown; use 1 (NCCL) or 2 (RCCL)",
