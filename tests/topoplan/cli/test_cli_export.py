@@ -255,7 +255,7 @@ def test_bus_ids_of_nvidia_smi_go_into_the_topology_file(text: str, run: Run, tm
         ("\n".join([*LISTED, LISTED[0]]), "line 9: index 0 occurs twice"),
         ("\n".join([*LISTED, "9, 00000000:06:00.0"]), "line 9: bus id 0000:06:00.0 occurs twice"),
         ("0, nowhere", "'nowhere' is not a bus id"),
-        ("x0, 00000000:06:00.0", "'x0' is no index"),
+        ("x0, 00000000:06:00.0", "'x0' is not an index"),
         ("0", "has no index and bus id"),
         ("index, name\n0, Tesla", "lacks index or pci.bus_id"),
     ],
