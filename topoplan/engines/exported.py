@@ -192,12 +192,6 @@ def one_server(topology: Topology, name: str | None, what: str) -> Topology:
     """Return the devices of a server and the links between them.
 
     ``name`` may be None if only one server has GPUs. ``what`` names the file in the message of a UsageError.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> one_server(topoplan.nvswitch_cluster(2, gpus=4), "s1", "the file").gpus
-    ('s1.gpu0', 's1.gpu1', 's1.gpu2', 's1.gpu3')
     """
     servers = topology.servers
     with_gpus = tuple(

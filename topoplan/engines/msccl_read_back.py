@@ -427,17 +427,7 @@ def _moves(
 
 
 def check_msccl(file: AlgorithmFile, *, runs: int = CHECK_RUNS) -> EngineVerdict:
-    """Check an algorithm of MSCCL from any source, in ``runs`` interleavings; a PlanError names GPU, block and step.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.engines.registry import export_plan
-    >>> from topoplan.engines.msccl_read_back import read_algorithm_file
-    >>> text = export_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), "msccl-xml").text
-    >>> check_msccl(read_algorithm_file(text)).summary
-    'allreduce of 4 GPUs, in place and out of place: 2 chunks, 2 channels, 5 blocks of a GPU at most'
-    """
+    """Check an algorithm of MSCCL from any source, in ``runs`` interleavings; a PlanError names GPU, block and step."""
     fitting = check_algorithm(file)
     made = lower_algorithm(file)
     if not made:
@@ -458,7 +448,6 @@ def check_msccl(file: AlgorithmFile, *, runs: int = CHECK_RUNS) -> EngineVerdict
 
 
 def _runtimes(file: AlgorithmFile, fitting: list[str]) -> str:
-    """Describe the runtimes that run the file, and the reason why another one refuses it."""
     text = f"in the limits of {' and '.join(fitting)}"
     if "RCCL" in fitting:
         text += "; RCCL runs such files up to the releases that carry MSCCL"

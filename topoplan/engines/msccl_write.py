@@ -215,7 +215,6 @@ class _MscclRank:
             self._send(receivers, down, total, total, last)
 
     def _receive(self, tree: Stage, start: int, channel: int) -> None:
-        """Receive the total from the parent and forward it."""
         parent = next(edge.parent for edge in tree.edges if edge.child == self._rank)
         children = _children(tree, self._rank)
         here = ("o", start)
@@ -245,7 +244,6 @@ class _MscclRank:
         return block
 
     def lines(self) -> list[str]:
-        """Return the lines of the rank in the file."""
         found = [
             f'  <gpu id="{self._rank}" i_chunks="{self._inputs}" o_chunks="{self._outputs}" '
             f's_chunks="{self._scratch}">'

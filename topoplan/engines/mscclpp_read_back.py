@@ -160,7 +160,6 @@ class _Lowering:
         self._groups = groups
 
     def instructions(self) -> tuple[tuple[Instruction, str], ...]:
-        """Return all instructions, each with its place."""
         found: list[tuple[Instruction, str]] = []
         for number, operation in enumerate(self._block.operations):
             where = f"gpu {self._rank}, block {self._block.number}, operation {number} ({operation.name})"

@@ -187,7 +187,6 @@ def make_blocks(tasks: Sequence[MscclppTask], unit: int, most: int) -> list[Mscc
 
 
 def loops_share_blocks(tasks: Sequence[MscclppTask], unit: int, most: int) -> bool:
-    """Return whether loops have to share blocks."""
     return sum(bool(task.body or task.steps) for task in tasks) > most - len(_leaf_blocks(tasks, unit))
 
 

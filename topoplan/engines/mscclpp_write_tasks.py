@@ -100,7 +100,6 @@ class RankChannels:
         self._landings: dict[tuple[int, int, int], int] = {}
 
     def kind(self, one: int, other: int) -> str:
-        """Return the type of channel between two ranks."""
         return MEMORY if self._servers[one] == self._servers[other] else PORT
 
     def add(self, shard: int, parent: int, child: int, landing: int) -> None:
@@ -116,7 +115,6 @@ class RankChannels:
             self.scratch[parent] += landing
 
     def down(self, shard: int, parent: int, children: Sequence[int]) -> tuple[ChannelKey, ...]:
-        """Return the parent's channels to its children."""
         return tuple((self.kind(parent, child), self._numbers[shard, parent, child][0]) for child in children)
 
     def up(self, shard: int, child: int, parent: int) -> tuple[ChannelKey, ...]:
@@ -210,7 +208,6 @@ def by_switch(plan: Plan) -> bool:
 
 
 def shard_trees(plan: Plan, shard: Shard) -> tuple[StageTree | None, StageTree | None]:
-    """Return the reduce tree and the broadcast tree of a shard."""
     if plan.collective == "reduce":
         raise UsageError(
             "MSCCL++ has no reduce; it runs allreduce, broadcast, allgather, reduce_scatter and alltoall"
@@ -372,7 +369,6 @@ class _ShardTasks:
             yield MscclppStep("copy", (), (there,), (ChunkPlace(None, MEMORY, "o", there.index, count),))
 
     def _far(self, tree: StageTree) -> list[int]:
-        """Return the children on other servers."""
         return [child for child in tree.children[self._rank] if self._kind(child) == PORT]
 
     def _kind(self, peer: int) -> str:
@@ -468,7 +464,6 @@ class _PacketTasks:
         yield from self._send(rank, receivers)
 
     def down(self, rank: int, tree: StageTree, *, turns: bool) -> Iterator[MscclppStep]:
-        """Forward the received packets, and unpack them; the root sends its data, unless its sum was sent."""
         if rank == tree.root:
             if not turns:
                 yield from self._send(rank, tree.children[rank])

@@ -168,14 +168,7 @@ def check_format(name: str) -> str:
 
 
 def export_machine(machine: TopologyLike, to: str, *, server: str | None = None) -> Exported:
-    """Export an allocation, or an argument of `topoplan.load`, to one of `FORMATS`; ``server`` selects one of several.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> export_machine(topoplan.load("dgx-1v"), "nccl-topo").text.splitlines()[-1]
-    '</system>'
-    """
+    """Export an allocation, as for `topoplan.load`, to one of `FORMATS`; ``server`` selects one of several."""
     made = FORMATS[check_format(to)].of_machine
     if made is None:
         raise UsageError(f"{to} takes a plan; make one with topoplan plan TOPO -o F.json, and export F.json")
@@ -183,14 +176,7 @@ def export_machine(machine: TopologyLike, to: str, *, server: str | None = None)
 
 
 def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exported:
-    """Export a plan to one of `FORMATS`; raise for options that it does not support, and plans that it cannot hold.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> export_plan(topoplan.ring(topoplan.load("dgx-1v")), "nccl-graph").text.splitlines()[-1]
-    '</graphs>'
-    """
+    """Export a plan to one of `FORMATS`; raise for options that it does not support, and plans that it cannot hold."""
     found = FORMATS[check_format(to)]
     for field in fields(choices):
         if getattr(choices, field.name) is not None and field.name not in found.choices:
@@ -223,11 +209,6 @@ def how_to_use(
     """Return lines on how to use a file of this format, and how to see that it is used.
 
     ``file`` and the ``folder`` that holds it are empty if they are not known yet.
-
-    Examples
-    --------
-    >>> how_to_use("nccl-topo", file="/etc/topo.xml")[0]
-    'to use it: export NCCL_TOPO_FILE=/etc/topo.xml (NCCL 2.6 or later, and RCCL)'
     """
     use = FORMATS[check_format(to)].use
     lines = () if use is None else use(choices)

@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TypedDict, cast
+from typing import Any
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
@@ -73,14 +73,7 @@ def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
 
 
 def torus(*sides: int, gbps: float = PORT) -> Topology:
-    """Return a torus of hosts; ``gbps`` is GB/s of a port and direction.
-
-    Examples
-    --------
-    >>> machine = torus(2, 3)
-    >>> len(machine.gpus), sorted({link.count for link in machine.links})
-    (6, [1, 2])
-    """
+    """Return a torus of hosts; ``gbps`` is GB/s of a port and direction."""
     name = "torus:" + ",".join(map(str, sides))
     if not sides or min(sides) < 2:
         raise UsageError(f"{name[:60]} does not exist; give sides of 2 or more")
@@ -151,13 +144,7 @@ REGULAR_NETWORK_FORMS = ("bcube:N,K", "torus:A,B,…", "fat-tree:K")
 
 
 def regular_network(name: str) -> Topology | None:
-    """Return the network of a name with parameters; None if the name has no parameters.
-
-    Examples
-    --------
-    >>> regular_network("torus:3,3@10").links[0].bandwidth
-    10.0
-    """
+    """Return the network of a name with parameters; None if the name has no parameters."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -223,22 +210,8 @@ _NETWORK_KEYS = {
 LoadMachine = Callable[[str, float | None, float | None], Topology]
 """Loads a machine by name or path, with the GB/s of one NVLink and one PCIe link, used if its text states none."""
 
-
 LoadTree = Callable[[str], NodeNetwork]
 """Loads Slurm's description of a network by its path."""
-
-
-class _NetworkFields(TypedDict, total=False):
-    nic_gbps: float
-    nics: int | str
-    rails: int
-    oversubscription: float
-    leaf_size: int
-    nic_access: str
-    helpers: int
-    transport: str
-    memory_gbps: float
-    flow_gbps: float
 
 
 def cluster_from_object(
@@ -258,18 +231,18 @@ def cluster_from_object(
         raise TopologyError(
             f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
         )
-    check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
-    listed = cast("list[object]", value["servers"])
-    if not listed:
+    known: Mapping[str, Any] = check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
+    if not known["servers"]:
         raise TopologyError("the cluster: servers is an empty list; list at least one")
-    network = check_keys(value["network"], _NETWORK_KEYS, (), "network")
-    entries = [
+    network: Mapping[str, Any] = check_keys(known["network"], _NETWORK_KEYS, (), "network")
+    entries: list[Mapping[str, Any]] = [
         check_keys(item, _SERVER_KEYS, ("machine",), f"servers[{number}]")
-        for number, item in enumerate(listed)
+        for number, item in enumerate(known["servers"])
     ]
+    name: str = known.get("name", "")
     if "tree" in network:
         assert load_tree is not None, "callers with files pass load_tree"
-        return _of_nodes(entries, network, load_machine, load_tree, cast("str", value.get("name", "")))
+        return _of_nodes(entries, network, load_machine, load_tree, name)
     servers = []
     for number, fields in enumerate(entries):
         where = f"servers[{number}]"
@@ -285,13 +258,8 @@ def cluster_from_object(
             servers.append(_server(fields, load_machine))
         except (TopologyError, UsageError) as error:
             raise type(error)(f"{where}: {error}") from None
-    given = cast("_NetworkFields", {key: field for key, field in network.items() if key != "kind"})
-    return cluster(
-        servers,
-        network=cast("str", network.get("kind", "switch")),
-        name=cast("str", value.get("name", "")),
-        **given,
-    )
+    given = {key: field for key, field in network.items() if key != "kind"}
+    return cluster(servers, network=network.get("kind", "switch"), name=name, **given)
 
 
 _OF_TREES = ("tree", "nic_gbps", "nics", "oversubscription", "nic_access", "transport")
@@ -299,8 +267,8 @@ _OF_NODES = ("machine", "nodes", "nvlink_gbps", "pcie_gbps")
 
 
 def _of_nodes(
-    entries: Sequence[Mapping[str, object]],
-    network: Mapping[str, object],
+    entries: Sequence[Mapping[str, Any]],
+    network: Mapping[str, Any],
     load_machine: LoadMachine,
     load_tree: LoadTree,
     name: str,
@@ -313,19 +281,15 @@ def _of_nodes(
         for key in fields:
             if key not in known:
                 raise TopologyError(f"{where}: {key} does not go with a tree; use {', '.join(known)}")
-    tree = load_tree(cast("str", network["tree"]))
+    tree = load_tree(network["tree"])
     machines: dict[str, Topology] = {}
     others: list[Topology] = []
     for fields in entries:
-        machine = load_machine(
-            cast("str", fields["machine"]),
-            cast("float | None", fields.get("nvlink_gbps")),
-            cast("float | None", fields.get("pcie_gbps")),
-        )
+        machine = load_machine(fields["machine"], fields.get("nvlink_gbps"), fields.get("pcie_gbps"))
         if "nodes" not in fields:
             others.append(machine)
             continue
-        for node in expand_hostlist(cast("str", fields["nodes"])):
+        for node in expand_hostlist(fields["nodes"]):
             if node in machines or node not in dict(tree.nodes):
                 raise TopologyError(
                     f"node {node} is {'named twice' if node in machines else 'not in the tree'}"
@@ -336,34 +300,19 @@ def _of_nodes(
     if not others and len(machines) < len(tree.nodes):
         node = next(node for node, _ in tree.nodes if node not in machines)
         raise TopologyError(f"node {node} of the tree belongs to no server; add it to the nodes of one")
-    given = cast(
-        "_NetworkFields", {key: field for key, field in network.items() if key not in ("kind", "tree")}
-    )
     return cluster_of_nodes(
         tree,
         {node: machines[node] if node in machines else others[0] for node, _ in tree.nodes},
         name=name,
-        nic_gbps=given.get("nic_gbps"),
-        nics=given.get("nics"),
-        oversubscription=given.get("oversubscription"),
-        nic_access=given.get("nic_access", "pcie"),
-        transport=given.get("transport"),
+        **{key: field for key, field in network.items() if key != "tree"},
     )
 
 
-def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
-    machine = load_machine(
-        cast("str", fields["machine"]),
-        cast("float | None", fields.get("nvlink_gbps")),
-        cast("float | None", fields.get("pcie_gbps")),
-    )
+def _server(fields: Mapping[str, Any], load_machine: LoadMachine) -> Server:
+    machine = load_machine(fields["machine"], fields.get("nvlink_gbps"), fields.get("pcie_gbps"))
     gpus = fields.get("gpus")
-    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else cast("list[int] | None", gpus)
+    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else gpus
     server = Server(
-        machine,
-        chosen,
-        cast("int | str | None", fields.get("nics")),
-        cast("float | None", fields.get("nic_gbps")),
-        flow_gbps=cast("float | None", fields.get("flow_gbps")),
+        machine, chosen, fields.get("nics"), fields.get("nic_gbps"), flow_gbps=fields.get("flow_gbps")
     )
-    return replace(server, count=cast("int", fields.get("count", 1)))
+    return replace(server, count=fields.get("count", 1))

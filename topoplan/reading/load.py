@@ -192,7 +192,6 @@ def _read_machine(
 
 
 def _amd_machines() -> list[Topology]:
-    """Return the machines of the library with GPUs of AMD."""
     return [
         load(name)
         for name in library()
@@ -204,11 +203,6 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
     """Parse Slurm's topology.conf or topology.yaml, given as in `load`; None if the text is neither.
 
     ``which`` selects one of several topologies by its name. Errors are those of `load`.
-
-    Examples
-    --------
-    >>> load_network("SwitchName=leaf Nodes=n[1-2]\\n").nodes
-    (('n1', 'leaf'), ('n2', 'leaf'))
     """
     from topoplan.reading.slurm import is_slurm, parse_slurm
 
@@ -229,13 +223,7 @@ def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
 
 
 def library() -> tuple[str, ...]:
-    """Return the sorted names of the machines that come with topoplan.
-
-    Examples
-    --------
-    >>> library()[:4]
-    ('dgx-1p', 'dgx-1v', 'dgx-2', 'dgx-a100')
-    """
+    """Return the sorted names of the machines that come with topoplan."""
     entries = (entry.name for entry in library_path().iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in entries if name.endswith(".json")))
 
@@ -286,13 +274,7 @@ def read_text(
 
 
 def decode_text(content: bytes) -> str:
-    """Return the text of a file in UTF-8, or in UTF-16 with its mark; a TopologyError if it is binary.
-
-    Examples
-    --------
-    >>> decode_text(b"\\xff\\xfeX\\x00")
-    'X'
-    """
+    """Return the text of a file in UTF-8, or in UTF-16 with its mark; a TopologyError if it is binary."""
     mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
     try:
         text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))

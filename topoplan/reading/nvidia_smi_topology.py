@@ -109,7 +109,6 @@ class NamedGpus:
     notes: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """Return the distinct names, for a note."""
         return listed(dict.fromkeys(self.models.values()), noun="names")
 
 
@@ -117,12 +116,6 @@ def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> Named
     """Match the names in a report to the columns of its matrix, such as ``GPU0``.
 
     ``links`` holds the least number of NVLinks of each GPU by the matrix: a model with fewer is another machine's.
-
-    Examples
-    --------
-    >>> found = name_gpus("GPU 0: NVIDIA H100 80GB HBM3\\nGPU 1: NVIDIA H100 80GB HBM3", ["GPU0", "GPU1"], {})
-    >>> found.models["GPU1"], found.generation.name
-    ('NVIDIA H100 80GB HBM3', 'H100')
     """
     names, every = read_gpu_names(text)
     kinds = set(names.values()) or ({every} if every else set())
@@ -400,7 +393,6 @@ class MatrixNvlinks:
 
     @property
     def any(self) -> bool:
-        """Return whether the machine has an NVLink."""
         return bool(self.direct or self.to_switch)
 
 

@@ -49,19 +49,6 @@ def find_damage(topology: Topology, gpus: Sequence[ListedGpu]) -> dict[Pair, tup
 
     A dead wire keeps 0. A TopologyError says that the listings contradict the machine or each other, or leave open
     which wires are meant.
-
-    Examples
-    --------
-    Two GPUs of a DGX-1V, each with a wire down: one of the two wires between them.
-
-    >>> import topoplan
-    >>> from topoplan.reading.nvlink_status import match_gpus, parse_nvlink_status
-    >>> lines = [f"Link {i}: {'25.781 GB/s' if i else '<inactive>'}" for i in range(6)]
-    >>> whole = [f"Link {i}: 25.781 GB/s" for i in range(6)]
-    >>> text = "\\n".join(line for n in range(8) for line in [f"GPU {n}: V100", *(lines if n in (0, 3) else whole)])
-    >>> machine = topoplan.load("dgx-1v")
-    >>> find_damage(machine, match_gpus(machine, parse_nvlink_status(text)))
-    {('gpu0', 'gpu3'): (Fraction(0, 1),)}
     """
     order = {name: i for i, name in enumerate(topology.gpus)}
     bundles = {_pair(order, gpu.name, end): count for gpu in gpus for end, count in gpu.wires.items()}
@@ -428,7 +415,6 @@ def _notes(
 
 
 def _no_damage_note(gpus: Sequence[GpuNvlinks], found: Sequence[ListedGpu]) -> str:
-    """Return the note for a machine without damage."""
     unwired = [gpu.name for gpu in found if gpu.unwired]
     others = f"; inactive ones of {listed(unwired)} are not among those of the machine" if unwired else ""
     speeds = any(link.speed is not None for gpu in gpus for link in gpu.links)

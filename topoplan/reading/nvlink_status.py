@@ -66,14 +66,7 @@ class ListingSection:
 
 
 def read_sections(text: str) -> list[ListingSection]:
-    """Return the sections of a text, in its order; raise a TopologyError for a line that cannot be placed.
-
-    Examples
-    --------
-    >>> section, = read_sections("GPU 3: V100\\n  Link 0: 25.781 GB/s\\n  Link 1: <inactive>")
-    >>> section.tables[SPEEDS]
-    {0: 25.781, 1: None}
-    """
+    """Return the sections of a text, in its order; raise a TopologyError for a line that cannot be placed."""
     sections: list[ListingSection] = []
     links: list[tuple[int, str]] = []
     for number, raw in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
@@ -98,7 +91,6 @@ def read_sections(text: str) -> list[ListingSection]:
 
 
 def quoted(text: str) -> str:
-    """Quote a piece of input for a message."""
     text = text.strip()
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
@@ -210,7 +202,6 @@ class GpuNvlinks:
 
     @property
     def active(self) -> tuple[NvlinkState, ...]:
-        """Return the links that are up."""
         return tuple(link for link in self.links if link.active)
 
 

@@ -67,13 +67,6 @@ def affinity_columns(topology: Topology, names: Sequence[str]) -> dict[str, tupl
 
     ``CPU Affinity`` (the fact ``cpus`` of the GPU, or of its CPU) and ``NUMA`` have a cell for each of ``names``,
     empty for devices other than GPUs.
-
-    Examples
-    --------
-    >>> from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
-    >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15"
-    >>> affinity_columns(parse_nvidia_smi(text), ["gpu0", "gpu1"])
-    {'CPU Affinity': ('0-15', '0-15')}
     """
     kinds = {device.name: device.kind for device in topology.devices}
     leaving: dict[str, list[Link]] = {}
@@ -179,7 +172,6 @@ class PcieTree:
     bridges: dict[str, str] = field(default_factory=dict)
 
     def root(self, name: str) -> str:
-        """Return the CPU of a device."""
         while name in self.parents:
             name = self.parents[name]
         return name

@@ -191,7 +191,6 @@ def _words(named: str) -> list[str]:
 
 
 def _printable(named: str) -> str:
-    """Return the beginning of the variable, for a note."""
     text = "".join(letter if letter.isprintable() else "?" for letter in named[:60])
     return text + "…" * (len(named) > 60)
 

@@ -98,7 +98,6 @@ class Sysfs:
         return int(text, 0) if re.fullmatch(r"-?\d{1,9}|0x[0-9a-fA-F]{1,8}", text) else None
 
     def pci_devices(self) -> list[str]:
-        """Return the bus ids of all PCI devices."""
         return [name for name in self.names(self.root / "bus/pci/devices") if _BUS_ID.fullmatch(name)]
 
     def pci_device(self, path: Path) -> str:

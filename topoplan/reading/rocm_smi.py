@@ -70,7 +70,6 @@ MOST_RENUMBERINGS = 10_000
 
 
 def is_rocm_smi(text: str) -> bool:
-    """Return whether a text is of rocm-smi or amd-smi."""
     return any(_TITLE.search(line) for line in text.splitlines())
 
 
@@ -98,14 +97,7 @@ class RocmTables:
 
 
 def read_tables(text: str) -> RocmTables:
-    """Parse and check the tables; a TopologyError names table, row and column.
-
-    Examples
-    --------
-    >>> tables = read_tables("LINK TYPE TABLE:\\n  GPU0 GPU1\\nGPU0 SELF XGMI\\nGPU1 XGMI SELF")
-    >>> tables.gpus, tables.cells["type"]["GPU0", "GPU1"]
-    (('GPU0', 'GPU1'), 'XGMI')
-    """
+    """Parse and check the tables; a TopologyError names table, row and column."""
     table = ""
     columns: tuple[str, ...] = ()
     cells: dict[str, dict[tuple[str, str], str]] = {}

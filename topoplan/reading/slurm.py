@@ -138,13 +138,7 @@ def _written(stem: str, runs: Sequence[tuple[str, str]]) -> str:
 
 
 def by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key that sorts names as Slurm lists them: runs of digits by their value.
-
-    Examples
-    --------
-    >>> sorted(["n10", "n9", "m2"], key=by_number)
-    ['m2', 'n9', 'n10']
-    """
+    """Return a key that sorts names as Slurm lists them: runs of digits by their value."""
     return tuple(
         (1, int(part), part) if part.isdigit() else (0, 0, part)
         for part in re.findall(r"[0-9]+|[^0-9]+", name)

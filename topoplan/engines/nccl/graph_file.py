@@ -87,13 +87,6 @@ def plan_graph_xml(plan: Plan) -> Exported:
     """Export a plan of rings as NCCL's ring graph, or a plan of chains as its tree graph, each beside the best other.
 
     A UsageError refuses plans with other trees, of several servers, or of one GPU.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> found = plan_graph_xml(topoplan.ring(topoplan.load("dgx-1v")))
-    >>> found.text.count('<graph id="0" pattern="4"'), found.notes[1]
-    (1, 'rings of the plan: 6 in 6 channels, 85.7143 GB/s of allreduce; the plan states 85.7143')
     """
     machine = _check_plan(one_server(plan.topology, None, "a graph file of NCCL"))
     orders = plan_orders(plan)

@@ -39,7 +39,6 @@ class NcclHostTree:
     notes: tuple[str, ...]
 
     def cpu_of(self, name: str) -> str:
-        """Return the CPU above a device."""
         while name in self.above:
             name = self.above[name]
         return name
@@ -185,15 +184,7 @@ class GpuLinks:
 
 
 def gpu_links(topology: Topology, tree: NcclHostTree) -> tuple[dict[str, GpuLinks], tuple[str, ...]]:
-    """Return the links that each GPU lists, by name, and notes; raise for one that has no place in the file.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-2")
-    >>> gpu_links(box, host_tree(box))[0]["gpu3"].nvlinks
-    (('', 6, 150.0),)
-    """
+    """Return the links that each GPU lists, by name, and notes; raise for one that has no place in the file."""
     kind = {device.name: device.kind for device in topology.devices}
     links = {(link.src, link.dst): link for link in topology.links if link.channel == "nvlink"}
     c2c = {(link.src, link.dst): link for link in topology.links if link.channel == "c2c"}

@@ -141,13 +141,7 @@ _NUMBERED = re.compile(r"(?:.*\.)?gpu([0-9]{1,4})")
 
 
 def gpu_numbers(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of each GPU of one server by name.
-
-    Examples
-    --------
-    >>> gpu_numbers(["gpu1", "gpu4"]), gpu_numbers(["left", "right"])
-    ({'gpu1': 1, 'gpu4': 4}, {'left': 0, 'right': 1})
-    """
+    """Return the number of each GPU of one server by name."""
     matches = [_NUMBERED.fullmatch(name) for name in names]
     numbers = [int(match[1]) for match in matches if match]
     if len(set(numbers)) == len(names):
@@ -194,17 +188,7 @@ def bus_ids(devices: Sequence[Device]) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def numa_nodes(machine: Topology, tree: NcclHostTree) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the number of every CPU's NUMA node by name, and the CPUs for which it is invented.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-1v")
-    >>> from topoplan.engines.nccl.host_tree import host_tree
-    >>> nodes, invented = numa_nodes(box, host_tree(box))
-    >>> nodes, sorted(invented)
-    ({'cpu0': 0, 'cpu1': 1}, ['cpu0', 'cpu1'])
-    """
+    """Return the number of every CPU's NUMA node by name, and the CPUs for which it is invented."""
     cpus = [device for device in machine.devices if device.kind == "cpu"]
     taken: dict[int, str] = {}
     for cpu in cpus:
@@ -284,15 +268,7 @@ def parse_bus_ids(text: str) -> dict[int, str]:
 
 
 def with_bus_ids(topology: Topology, bus_ids: dict[int, str]) -> Topology:
-    """Return a machine of one server with these bus ids of its GPUs; entries of other GPUs are skipped.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.load("dgx-1v").subset([1, 4])
-    >>> [device.busid for device in with_bus_ids(pair, {1: "0000:07:00.0", 4: "0000:86:00.0"}).devices[:2]]
-    ['0000:07:00.0', '0000:86:00.0']
-    """
+    """Return a machine of one server with these bus ids of its GPUs; entries of other GPUs are skipped."""
     numbers = gpu_numbers(topology.gpus)
     missing = [name for name, number in numbers.items() if number not in bus_ids]
     if missing:

@@ -15,12 +15,11 @@ the network device itself: a NIC without known name and speed needs no ``net`` e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
-from topoplan.engines.nccl.host_tree import GpuLinks, NcclHostTree, gpu_links, host_tree
+from topoplan.engines.nccl.host_tree import NcclHostTree, gpu_links, host_tree
 from topoplan.engines.nccl.identities import (
     CpuIdentity,
     bus_ids,
@@ -53,30 +52,6 @@ _KEPT_FACTS = {
     "pcie": {"pci"},
 }
 _SERVER = "s0"
-
-
-def topology_notes(
-    machine: Topology,
-    tree: NcclHostTree,
-    *,
-    gpus: Mapping[str, GpuIdentity],
-    cpus: Mapping[str, CpuIdentity],
-    nodes: Mapping[str, int],
-    invented: Iterable[str],
-) -> tuple[str, ...]:
-    """Return one line for each omission, assumption and differing rate of the file.
-
-    ``nodes`` are the NUMA nodes of CPUs in the file, ``invented`` the devices with an invented bus id.
-    """
-    made_up = set(invented)
-    return (
-        *tree.notes,
-        *_bus_id_notes([device for device in machine.devices if device.name in made_up]),
-        *_guess_notes(gpus),
-        *_driver_nvlink_notes(machine, gpus),
-        *_rate_notes(machine, tree, gpus, cpus),
-        *_omission_notes(machine, tree, nodes),
-    )
 
 
 def _bus_id_notes(devices: list[Device]) -> list[str]:
@@ -191,68 +166,43 @@ def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
     machine = one_server(topology, server, "a topology file of NCCL")
     if not machine.gpus:
         raise UsageError(f"{machine.name} has no GPU; a topology file of NCCL describes a machine with GPUs")
-    writer = _TopologyWriter.of(machine)
+    writer = _TopologyWriter(machine)
     root = writer.system()
     if root.size > MAX_ELEMENTS:
         raise UsageError(
             f"{machine.name} takes {root.size} elements, and NCCL reads {MAX_ELEMENTS}; choose fewer GPUs with --gpus"
         )
+    invented = [device for device in machine.devices if device.name in writer.invented]
     notes = (
-        topology_notes(
-            machine,
-            writer.tree,
-            gpus=writer.gpus,
-            cpus=writer.cpus,
-            nodes=writer.nodes,
-            invented=writer.invented,
-        )
-        + writer.nvlink_notes
+        *writer.tree.notes,
+        *_bus_id_notes(invented),
+        *_guess_notes(writer.gpus),
+        *_driver_nvlink_notes(machine, writer.gpus),
+        *_rate_notes(machine, writer.tree, writer.gpus, writer.cpus),
+        *_omission_notes(machine, writer.tree, writer.nodes),
+        *writer.nvlink_notes,
     )
     kind = "RCCL" if writer.amd else "NCCL"
     title = f"topoplan: {kind} topology of {machine.name}, for NCCL_TOPO_FILE"
     return Exported(nccl_xml(root, (title, *notes)), notes)
 
 
-@dataclass(frozen=True, slots=True)
 class _TopologyWriter:
     """Everything that elements are made of."""
 
-    machine: Topology
-    tree: NcclHostTree
-    busid: dict[str, str]
-    invented: frozenset[str]
-    amd: bool
-    numbers: dict[str, int]
-    nodes: dict[str, int]
-    unnumbered: frozenset[str]
-    cpus: dict[str, CpuIdentity]
-    gpus: dict[str, GpuIdentity]
-    links: dict[str, GpuLinks]
-    nvlink_notes: tuple[str, ...]
-    named_nics: bool
-
-    @classmethod
-    def of(cls, machine: Topology) -> _TopologyWriter:
-        tree = host_tree(machine)
-        links, nvlink_notes = gpu_links(machine, tree)
-        busid, invented = bus_ids([device for device in machine.devices if device.name in tree.above])
+    def __init__(self, machine: Topology) -> None:
         gpus = [device for device in machine.devices if device.kind == "gpu"]
-        amd = is_amd(gpus)
         cpus = [device for device in machine.devices if device.kind == "cpu"]
-        return cls(
-            machine,
-            tree,
-            busid,
-            invented,
-            amd,
-            gpu_numbers(machine.gpus),
-            *numa_nodes(machine, tree),
-            {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus},
-            {gpu.name: gpu_identity(gpu, amd=amd) for gpu in gpus},
-            links,
-            nvlink_notes,
-            any(device.fact("adapter") for device in machine.devices),
-        )
+        self.machine = machine
+        self.tree = tree = host_tree(machine)
+        self.links, self.nvlink_notes = gpu_links(machine, tree)
+        self.busid, self.invented = bus_ids([one for one in machine.devices if one.name in tree.above])
+        self.amd = is_amd(gpus)
+        self.numbers = gpu_numbers(machine.gpus)
+        self.nodes, self.unnumbered = numa_nodes(machine, tree)
+        self.cpus = {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus}
+        self.gpus = {gpu.name: gpu_identity(gpu, amd=self.amd) for gpu in gpus}
+        self.named_nics = any(device.fact("adapter") for device in machine.devices)
 
     def system(self) -> NcclElement:
         cpus = tuple(self._cpu(device) for device in self.machine.devices if device.kind == "cpu")

@@ -70,7 +70,6 @@ class TunerRange:
 
     @property
     def choice(self) -> tuple[str, str]:
-        """Return algorithm and protocol."""
         return self.algorithm, self.protocol
 
 

@@ -52,7 +52,6 @@ class NcclElement:
 
     @property
     def size(self) -> int:
-        """Return the number of elements, this one included."""
         return 1 + sum(child.size for child in self.children)
 
 

@@ -127,7 +127,6 @@ def _bench_runs(value: Mapping[str, Any]) -> tuple[PerfRun, ...]:
 
 
 def _size(row: Mapping[str, Any]) -> int:
-    """Return the bytes of a row."""
     size = int(row["size"])
     if not 0 <= size < 1 << 63:
         raise ValueError(f"size {str(row['size'])[:30]} is not a number of bytes")

@@ -296,7 +296,6 @@ def named_tests(words: str) -> list[str]:
 
 
 def _begins(runs: Sequence[OpenRun], line: str) -> bool:
-    """Return whether a comment is the first line of a run."""
     if _BENCH.match(line):
         return True
     first = re.match(r"#\s*(nccl-tests version|Collective test starting|nThread |Using devices)", line)

@@ -70,7 +70,6 @@ class XmlElement:
     children: tuple[XmlElement, ...] = ()
 
     def all(self, *names: str) -> tuple[XmlElement, ...]:
-        """Return the children of these names."""
         return tuple(child for child in self.children if child.name in names)
 
 
@@ -194,7 +193,6 @@ class Findings:
         self._places.setdefault(finding, []).append(place)
 
     def notes(self) -> tuple[str, ...]:
-        """Return one line for each finding."""
         return tuple(
             f"{finding}: {listed(dict.fromkeys(places))}" if any(places) else finding
             for finding, places in self._places.items()
@@ -401,13 +399,7 @@ class PciNode:
 
 
 def device_kind(pci_class: str) -> str:
-    """Return the kind of a PCI class, as in `CLASSES`; empty for an unknown one.
-
-    Examples
-    --------
-    >>> device_kind("0x030200"), device_kind("0x020700"), device_kind("0x120000"), device_kind("0x088000")
-    ('gpu', 'nic', 'gpu', '')
-    """
+    """Return the kind of a PCI class, as in `CLASSES`; empty for an unknown one."""
     return next((kind for start, kind in CLASSES.items() if pci_class.lower().startswith(start)), "")
 
 
