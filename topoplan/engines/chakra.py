@@ -50,8 +50,6 @@ def chakra_traces(plan: Plan, choices: Choices) -> Exported:
     A UsageError says that the size is missing or does not divide among the ranks, that the chunks are too many, or that
     the plan moves entries.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
     >>> made = chakra_traces(plan, Choices(size=1 << 20, chunk=1 << 18))

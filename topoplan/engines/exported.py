@@ -59,8 +59,6 @@ def chunk_shares(
     at most `MAX_RATE_LOSS` of the rate. The chunks have to divide a buffer of ``size`` bytes, None for any.
     ``in_network``: switches that can add and copy do so. A UsageError says that no number fits.
 
-    Examples
-    --------
     >>> import topoplan
     >>> found = chunk_shares(topoplan.plan("dgx-1v"))
     >>> found.count, [count for _, _, count in found.shards], found.kept

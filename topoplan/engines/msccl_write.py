@@ -69,8 +69,6 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT_CHOICES) -> Exported:
 
     A UsageError says that the runtime lacks the collective, or that the plan exceeds its limits.
 
-    Examples
-    --------
     >>> import topoplan
     >>> made = msccl_algorithm(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
     >>> print(made.notes[1])

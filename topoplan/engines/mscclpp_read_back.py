@@ -303,8 +303,6 @@ def _packets(
 def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> EngineVerdict:
     """Check an execution plan of MSCCL++ from any source, in ``runs`` interleavings; a PlanError names the operation.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.engines.registry import export_plan
     >>> from topoplan.engines.mscclpp_read import read_plan_file

@@ -272,8 +272,6 @@ def execution_plan(
     is the size in bytes for which the unit of the loops is chosen if no size is given. A UsageError says that the
     engine lacks the collective, or that the plan exceeds its limits.
 
-    Examples
-    --------
     >>> import topoplan
     >>> found = execution_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
     >>> print(*found.notes, sep="\\n")

@@ -29,8 +29,6 @@ MAX_DOT_EDGES = 20_000
 def plan_dot(plan: Plan) -> Exported:
     """Export a digraph: roots are drawn double, edges are labelled with the share and the switches that they pass.
 
-    Examples
-    --------
     >>> import topoplan
     >>> text = plan_dot(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])).text
     >>> print(text.splitlines()[5])

@@ -52,8 +52,6 @@ _NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[
 def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
     """Return a BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
 
-    Examples
-    --------
     >>> machine = bcube(4, 2)
     >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
     (16, 8)
@@ -93,8 +91,6 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
 def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
     """Return a fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
 
-    Examples
-    --------
     >>> machine = fat_tree(4)
     >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
     (16, 20)
@@ -219,8 +215,6 @@ def cluster_from_object(
 ) -> Topology:
     """Build the cluster that decoded JSON describes; ``load_tree`` loads the network that a ``tree`` names.
 
-    Examples
-    --------
     >>> import topoplan
     >>> two = {"format": "topoplan.cluster/1", "servers": [{"machine": "dgx-2", "count": 2}],
     ...        "network": {"nic_gbps": 100}}

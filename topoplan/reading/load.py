@@ -291,8 +291,6 @@ def decode_log(content: bytes) -> str:
     Processes that write at once leave cut characters, rotation and shared file systems leave NULs, and PowerShell may
     write UTF-16 without a mark. More than one byte in ten that belongs to no text is a TopologyError.
 
-    Examples
-    --------
     >>> decode_log(b"a\\0\\0\\xffb, and many other letters"), decode_log("n1".encode("utf-16-le"))
     ('a\ufffdb, and many other letters', 'n1')
     """

@@ -30,8 +30,6 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
     NVLinks and NVSwitches of ``topology`` are replaced; models and facts are taken if it states none. GPUs are matched
     by bus id, or by number if a bus id is missing. A UsageError says that the descriptions are of different machines.
 
-    Examples
-    --------
     >>> import topoplan
     >>> boxes = topoplan.load("pcie-x8"), topoplan.load("dgx-1v")
     >>> machine = merge_nvlink(*boxes)

@@ -76,8 +76,6 @@ class ConnectionMatrix:
 def read_matrix(text: str) -> ConnectionMatrix:
     """Parse and check the table; a TopologyError names row, column and value.
 
-    Examples
-    --------
     >>> matrix = read_matrix("     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15")
     >>> matrix.nvlinks("GPU1", "GPU0"), matrix.affinity["GPU0"]
     (2, '0-15')

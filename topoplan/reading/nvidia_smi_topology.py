@@ -67,8 +67,6 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
 
     Both are empty if the text states none; a GPU that is named twice keeps its first name.
 
-    Examples
-    --------
     >>> read_gpu_names("Python: 3.12\\nGPU 0,1: NVIDIA GB200\\nGPU 0,1 Compute Capability: 10.0\\n")
     ({0: 'NVIDIA GB200', 1: 'NVIDIA GB200'}, '')
     >>> read_gpu_names("|   0  Tesla V100-SXM2...  On   | 00000000:06:00.0 Off |    0 |")
@@ -168,8 +166,6 @@ def parse_nvidia_smi(
     PCIe link and between CPUs; they replace the assumed ones, which the ``notes`` list. A TopologyError names row,
     column and value.
 
-    Examples
-    --------
     >>> machine = parse_nvidia_smi("       GPU0  GPU1\\nGPU0   X    NV2\\nGPU1  NV2    X", nvlink_gbps=22)
     >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
     [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
@@ -256,8 +252,6 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
     NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
     is staged if no GPU has access; a note names the pairs if only some have none.
 
-    Examples
-    --------
     >>> pair = parse_nvidia_smi("     GPU0 GPU1\\nGPU0  X   NV2\\nGPU1 NV2   X", nvlink_gbps=25, pcie_gbps=12)
     >>> bare = with_refused_access(pair, {("gpu0", "gpu1"): "DR"})
     >>> [link.channel for link in bare.links if "gpu" in link.src and "gpu" in link.dst], bare.notes[-2]
@@ -399,8 +393,6 @@ class MatrixNvlinks:
 def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -> MatrixNvlinks:
     """Apply the rule above to a matrix; ``named`` is the generation of its GPUs if it is known.
 
-    Examples
-    --------
     >>> from topoplan.reading.nvidia_smi_matrix import read_matrix
     >>> row = "       GPU0 GPU1 GPU2 GPU3"
     >>> four = [" ".join([f"GPU{i}"] + ["X" if i == j else "NV12" for j in range(4)]) for i in range(4)]

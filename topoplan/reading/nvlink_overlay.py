@@ -230,8 +230,6 @@ def narrow_ranges(ranges: list[tuple[int, int]], sums: Sequence[Sum], limits: Se
     ``ranges`` hold the least and the most of each entry, ``sums`` entries with their sum, and ``limits`` entries with
     the upper limit of their sum.
 
-    Examples
-    --------
     Three GPUs joined by bundles 0-1, 0-2 and 1-2 of two wires. GPUs 0 and 1 list one dead wire each, GPU 2 none:
 
     >>> ranges = [(0, 2)] * 3

@@ -211,8 +211,6 @@ def parse_nvlink_status(text: str) -> tuple[GpuNvlinks, ...]:
     The result is in ascending order of GPU numbers, without GPUs of which nothing is listed. A TopologyError names the
     GPU and the link of a line that cannot be parsed or contradicts another one.
 
-    Examples
-    --------
     >>> gpu, = parse_nvlink_status("GPU 3: Tesla V100 (UUID: GPU-1)\\n  Link 0: 25.781 GB/s\\n  Link 1: <inactive>")
     >>> gpu.number, gpu.model, gpu.total, [link.index for link in gpu.active], gpu.links[0].speed
     (3, 'Tesla V100', 2, [0], 25.781)
@@ -316,8 +314,6 @@ _PRODUCT = re.compile(r"\b((?:GH|GB|MI|[PVAHBLTK])\d{1,4})[A-Z]?\b|\bRTX (\d{4})
 def product_name(model: str) -> str:
     """Return the product that a model text names, empty if none is recognised.
 
-    Examples
-    --------
     >>> [product_name(text) for text in ("Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3", "GeForce RTX 3090", "GPU")]
     ['V100', 'H100', '3090', '']
     """
@@ -334,8 +330,6 @@ def generation(model: str) -> GpuGeneration | None:
 def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
     """Return each active link's share of its normal speed, at most 1, by GPU and link; 1 if no speed is stated.
 
-    Examples
-    --------
     >>> lines = ["GPU 0: Tesla V100-SXM2-32GB", "Link 0: 25.781 GB/s", "Link 1: 25.781 GB/s", "Link 2: 12.8905 GB/s"]
     >>> [str(share) for share in speed_shares(parse_nvlink_status("\\n".join(lines))).values()]
     ['1', '1', '1/2']
@@ -395,8 +389,6 @@ def match_gpus(topology: Topology, gpus: Sequence[GpuNvlinks]) -> tuple[ListedGp
 
     A TopologyError names the GPU whose number, model, uuid or number of links contradicts the topology.
 
-    Examples
-    --------
     >>> import topoplan
     >>> lines = ["GPU 3: V100", *(f"Link {i}: {'<inactive>' if i > 3 else '25.781 GB/s'}" for i in range(6))]
     >>> gpu, = match_gpus(topoplan.load("dgx-1v"), parse_nvlink_status("\\n".join(lines)))

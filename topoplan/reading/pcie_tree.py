@@ -32,8 +32,6 @@ def relation_matrix(
     through several CPUs or between devices of different NUMA nodes, ``NET`` over a network if no other path exists,
     ``-`` no path, ``X`` itself.
 
-    Examples
-    --------
     >>> import topoplan
     >>> names, cells = relation_matrix(topoplan.load("dgx-1v"))
     >>> cells[0][:8]
@@ -93,8 +91,6 @@ def nvlinks_of_pairs(topology: Topology) -> Counter[tuple[str, str]]:
     Switches that are joined to each other count as one; through several planes of switches the links add up, as
     ``nvidia-smi topo -m`` counts them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> nvlinks_of_pairs(topoplan.load("dgx-2"))["gpu0", "gpu15"]
     6
@@ -185,8 +181,6 @@ def infer_pcie_tree(
     ``distance`` holds the position in `CODES` of each pair whose code is known, under one of its two orders.
     ``affinity`` is the text of a device's CPUs, of which only equality counts; unknown ones are missing.
 
-    Examples
-    --------
     Both GPUs share a switch with the NIC, so they share it with each other:
 
     >>> pix = {("gpu0", "nic0"): 0, ("gpu1", "nic0"): 0}

@@ -139,8 +139,6 @@ def write_cache(path: Path | None, topology: Topology) -> None:
 def visible_devices(topology: Topology, environment: Mapping[str, str]) -> Topology:
     """Return the machine with the GPUs that CUDA would show a process of this environment; a ProbeError if none.
 
-    Examples
-    --------
     >>> import topoplan
     >>> visible_devices(topoplan.load("dgx-1v"), {"CUDA_VISIBLE_DEVICES": "5,4"}).gpus
     ('gpu5', 'gpu4')

@@ -204,8 +204,6 @@ def parse_rocm_smi(
     ``xgmi_optional`` leaves out links of Infinity Fabric if the listing does not state which GPUs they
     join, since they come from another description. ``known`` gives machines to look up listings of weights alone.
 
-    Examples
-    --------
     >>> weights = "WEIGHT TABLE:\\n GPU0 GPU1\\nGPU0 0 15\\nGPU1 15 0\\n"
     >>> types = "LINK TYPE TABLE:\\n GPU0 GPU1\\nGPU0 SELF XGMI\\nGPU1 XGMI SELF"
     >>> machine = parse_rocm_smi(weights + types)

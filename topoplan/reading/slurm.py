@@ -45,8 +45,6 @@ _ENDS_IN_DIGITS = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 def expand_hostlist(text: str) -> tuple[str, ...]:
     """Return the names of a hostlist, in its order; raise a TopologyError that quotes the part that is wrong.
 
-    Examples
-    --------
     >>> expand_hostlist("node[08-10,12],login")
     ('node08', 'node09', 'node10', 'node12', 'login')
     >>> expand_hostlist("r[1-2]n[0-1]")
@@ -110,8 +108,6 @@ def _too_many(word: str) -> TopologyError:
 def fold_hostlist(names: Sequence[str]) -> str:
     """Return a hostlist of the names in their order; runs of consecutive numbers become ranges.
 
-    Examples
-    --------
     >>> fold_hostlist(["node08", "node09", "node10", "node03", "login"])
     'node[08-10,03],login'
     """
@@ -163,8 +159,6 @@ class _YamlLine:
 def read_yaml(text: str) -> object:
     """Parse lists, mappings and strings; an empty value is None. A TopologyError names the line that is refused.
 
-    Examples
-    --------
     >>> read_yaml("- name: a\\n  sizes: [2, 4]\\n- name: 'b c'   # comment")
     [{'name': 'a', 'sizes': ['2', '4']}, {'name': 'b c'}]
     """
@@ -334,8 +328,6 @@ def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
     ``which`` selects one of several topologies by its name; if it is empty, the cluster's default or the first is
     taken. A TopologyError names the line or the switch that is wrong, a UsageError a topology that does not exist.
 
-    Examples
-    --------
     >>> found = parse_slurm("SwitchName=s1 Nodes=n[9-10]\\nSwitchName=s2 Nodes=n8\\nSwitchName=top Switches=s[1-2]")
     >>> found.switches, found.nodes
     ((('s1', 'top'), ('s2', 'top'), ('top', '')), (('n8', 's2'), ('n9', 's1'), ('n10', 's1')))

@@ -62,8 +62,6 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
 
     The notes compare them with the packed trees, which NCCL cannot run.
 
-    Examples
-    --------
     >>> import topoplan
     >>> found = machine_graph_xml(topoplan.load("dgx-1v").subset([1, 4, 5, 7]))
     >>> print(found.notes[1])

@@ -47,8 +47,6 @@ class NcclHostTree:
 def host_tree(topology: Topology) -> NcclHostTree:
     """Return the PCIe tree and the CPUs of one server; raise for a device or link that has no place in the file.
 
-    Examples
-    --------
     >>> import topoplan
     >>> tree = host_tree(topoplan.load("dgx-1v"))
     >>> tree.children["cpu0"], tree.children["pcie0"], tree.socket

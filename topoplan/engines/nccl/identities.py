@@ -67,8 +67,6 @@ class CpuIdentity:
 def cpu_identity(cpu: Device, socket: float | None) -> CpuIdentity:
     """Return the identity of a CPU; ``socket`` is GB/s per direction to other CPUs, None for a single CPU.
 
-    Examples
-    --------
     >>> found = cpu_identity(Device("cpu0", "cpu", model="Xeon E5-2698 v4"), 8.0)
     >>> found.attributes, found.rate
     ((('arch', 'x86_64'), ('vendor', 'GenuineIntel'), ('familyid', '6'), ('modelid', '79')), 6.0)
@@ -119,8 +117,6 @@ MAX_LOGICAL_CPUS = 8192
 def cpu_mask(cpus: str) -> str:
     """Return a list such as 0-19,40-59 as a mask: hexadecimal words of 32 bits, the highest first; empty for none.
 
-    Examples
-    --------
     >>> cpu_mask("0-19,40-59"), cpu_mask("")
     ('0fffff00,000fffff', '')
     """
@@ -157,8 +153,6 @@ _PLACES = 32
 def bus_ids(devices: Sequence[Device]) -> tuple[dict[str, str], frozenset[str]]:
     """Return the bus id of every GPU, NIC and PCIe switch by name, and the names for which it is invented.
 
-    Examples
-    --------
     >>> gpus = [Device("gpu0", "gpu"), Device("gpu1", "gpu", busid="00000000:07:00.0")]
     >>> ids, invented = bus_ids([*gpus, Device("pcie0", "pcie")])
     >>> sorted(ids.items()), sorted(invented)
@@ -222,8 +216,6 @@ _HEADS = {"index": "index", "pci.bus_id": "bus id", "gpu_bus_id": "bus id"}
 def parse_bus_ids(text: str) -> dict[int, str]:
     """Return the bus id of each GPU by its index, as the kernel writes it; a UsageError names the line.
 
-    Examples
-    --------
     >>> parse_bus_ids("index, pci.bus_id\\n0, 00000000:07:00.0\\n1, 00000000:0A:00.0\\n")
     {0: '0000:07:00.0', 1: '0000:0a:00.0'}
     """

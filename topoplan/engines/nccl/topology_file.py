@@ -156,8 +156,6 @@ def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
     Ranks follow the order of the GPUs; ``dev`` is NVML's number (see `topoplan.engines.nccl.identities`). A UsageError
     names a device or link that has no place in the file, or says that it exceeds `MAX_ELEMENTS`.
 
-    Examples
-    --------
     >>> import topoplan
     >>> text = nccl_topo_xml(topoplan.load("dgx-2")).text
     >>> print(next(line.strip() for line in text.splitlines() if "<nvlink" in line))
@@ -339,8 +337,6 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
     ``number`` is ``dev`` of its first network device, ``bandwidth`` GB/s per direction for a NIC directly below the
     CPU, without a place on PCIe.
 
-    Examples
-    --------
     >>> from topoplan.machine.topology import facts
     >>> nic = Device("nic0", "nic", facts=facts(adapter="mlx5_0", gigabits=100))
     >>> net_elements(nic, 0)[0].children[0].attributes

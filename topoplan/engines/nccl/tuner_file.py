@@ -76,8 +76,6 @@ class TunerRange:
 def model_tuner(topology: Topology) -> Exported:
     """Return the file of the choices that NCCL's own model finds fastest on a machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> for line in model_tuner(topoplan.load("dgx-a100")).text.splitlines()[4:7]:
     ...     print(line)
@@ -127,8 +125,6 @@ def measured_tuner(
     channels that NCCL has for an algorithm, None if unknown. ``source`` describes the times at the head of the file;
     ``others`` are for collectives that were not measured.
 
-    Examples
-    --------
     >>> times = {"allreduce": {("tree", "ll"): {1024: 20e-6, 1 << 20: 90e-6}, ("ring", "simple"): {1 << 20: 60e-6}}}
     >>> print(measured_tuner(times, servers=2, ranks=16, channels=lambda _: 2, source="two logs").text.splitlines()[-1])
     allreduce,1048576,18446744073709551615,ring,simple,2,2,16,-1,-1
@@ -221,8 +217,6 @@ def _by_channels(
 def parse_label(text: str) -> tuple[str, str]:
     """Return algorithm and protocol of a label such as ``ring/ll`` or ``nvls``; the protocol is empty if it is open.
 
-    Examples
-    --------
     >>> parse_label("Ring/LL128"), parse_label("nvls"), parse_label("tree")
     (('ring', 'll128'), ('nvls', 'simple'), ('tree', ''))
     """

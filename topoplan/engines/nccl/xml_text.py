@@ -36,8 +36,6 @@ _ENTITIES = {
 class NcclElement:
     """An XML element without text of its own.
 
-    Examples
-    --------
     >>> cpu = NcclElement("cpu", (("numaid", "0"),))
     >>> print(nccl_xml(NcclElement("system", (("version", "1"),), (cpu,)), ["a -- b"]), end="")
     <!-- a - - b -->

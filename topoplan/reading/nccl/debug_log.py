@@ -172,8 +172,6 @@ _Place = tuple[str, str, str]
 def parse_nccl_log(text: str) -> NcclLog | None:
     """Return NCCL's statements in a text; None if it has none.
 
-    Examples
-    --------
     >>> log = parse_nccl_log('''node1:7:8 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
     ... node1:7:8 [0] NCCL INFO Channel 00/02 :    0   1   3   2
     ... node1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
@@ -442,8 +440,6 @@ def _name(text: str, names: tuple[str, ...]) -> str:
 def via_kind(via: str) -> str:
     """Return P2P, SHM, NET/IB, NET/Socket or another network by its name.
 
-    Examples
-    --------
     >>> [via_kind(text) for text in ("P2P/CUMEM/read", "direct shared memory", "NET/IB/0(3)/GDRDMA")]
     ['P2P', 'SHM', 'NET/IB']
     """

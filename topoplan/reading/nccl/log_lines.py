@@ -58,8 +58,6 @@ def log_lines(text: str) -> Iterator[tuple[int, str]]:
 
     A progress bar that returns to the beginning of its line makes several lines of one number.
 
-    Examples
-    --------
     >>> list(log_lines("\\ufeffone\\r\\n\\x1b[32mtwo\\x1b[0m 0 -&gt; 1"))
     [(1, 'one'), (2, 'two 0 -> 1')]
     """
@@ -78,8 +76,6 @@ def log_lines(text: str) -> Iterator[tuple[int, str]]:
 def split_label(line: str) -> tuple[str, str]:
     """Return the labels before a line, without blanks and time stamps, and the rest of the line.
 
-    Examples
-    --------
     >>> split_label("2026-11-02T10:00:00.5Z [1,0]<stdout>:#  Rank  0")
     ('[1,0]<stdout>:', '#  Rank  0')
     >>> split_label("n1 | 0: nccl-tests: done"), split_label("# nThread 1: no label")

@@ -224,8 +224,6 @@ class OpenRun:
 def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
     """Return all runs in a text, in its order; none if the text is not such a log.
 
-    Examples
-    --------
     >>> log = '''# nThread 1 nGpus 2 minBytes 1048576 maxBytes 1048576 step: 2(factor)
     ... # Using devices
     ... #  Rank  0 Group  0 Pid   7 on  node1 device  0 [0000:07:00] NVIDIA A100
@@ -284,8 +282,6 @@ def columns_fit(rows: Sequence[LoggedRow], test: str) -> bool:
 def named_tests(words: str) -> list[str]:
     """Return the tests that a command or a line names, in its order, by the programs alone and not by their folders.
 
-    Examples
-    --------
     >>> named_tests("mpirun -np 8 /opt/all_reduce_perf_runs/build/all_gather_perf_mpi -b 8")
     ['all_gather']
     """

@@ -78,8 +78,6 @@ def parse_xml(text: str) -> XmlElement:
 
     A TopologyError names the line at which the text is not well-formed, or exceeds a limit.
 
-    Examples
-    --------
     >>> root = parse_xml('<a><!-- no -->\\n<b c="1"/></a>')
     >>> root.name, root.children[0].line, root.children[0].attributes["c"]
     ('a', 2, '1')
@@ -202,8 +200,6 @@ class Findings:
 def stated(element: XmlElement, attribute: str) -> str:
     """Return an attribute's statement about the machine; empty if it is absent, or listed as assumed.
 
-    Examples
-    --------
     >>> net = parse_xml('<net name="mlx5_0" speed="10000" assumed="speed"/>')
     >>> stated(net, "name"), stated(net, "speed")
     ('mlx5_0', '')
@@ -235,8 +231,6 @@ def needed_bus_id(element: XmlElement) -> str:
 def whole_number(element: XmlElement, attribute: str) -> int | None:
     """Return the whole number at the beginning of an attribute, decimal or 0x…; None if it does not begin with one.
 
-    Examples
-    --------
     >>> cpu = parse_xml('<cpu numaid="-1" modelid="0x55" arch="x86_64"/>')
     >>> [whole_number(cpu, attribute) for attribute in ("numaid", "modelid", "arch", "vendor")]
     [-1, 85, None, None]

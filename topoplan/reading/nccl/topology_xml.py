@@ -333,8 +333,6 @@ def parse_nccl_xml(
     without class is a GPU there. Assumptions become ``notes``. GPUs without ``gpu`` element have no NVLinks: see
     `topoplan.reading.merge`. A TopologyError, such as for a file on which NCCL fails, names line, element, attribute.
 
-    Examples
-    --------
     >>> gpu = '<pci busid="0000:0{}:00.0" class="0x030200" link_speed="8 GT/s" link_width="16"><gpu dev="{}" ' \\
     ...       'sm="70" rank="{}" gdr="1"><nvlink target="0000:0{}:00.0" count="2" tclass="0x030200"/></gpu></pci>'
     >>> cpu = '<cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="23" modelid="49">'
