@@ -3,7 +3,8 @@
 Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
 with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is parsed
 as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml state how nodes are joined, but not
-what a node is: `load_network` parses them, and cluster JSON names them. Parsers are imported when a text needs them.
+what a node is: `load_network` parses them, and cluster JSON names them. Parsers of other formats than nvidia-smi's are
+imported when a text needs them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from topoplan.machine.named_nodes import NodeNetwork
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.machine.topology_json import decode_json, object_of_graph, topology_from_object
+from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
@@ -182,8 +184,6 @@ def _read_machine(
         if is_rocm_smi(text):
             topology = parse_rocm_smi(text, xgmi_optional=merged, known=_amd_machines, **rates)
         else:
-            from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
-
             topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None

@@ -23,7 +23,13 @@ HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})")
 
 
 def server_hosts(names: Sequence[str], servers: Sequence[str]) -> dict[str, str]:
-    """Return the host of each server, in their order."""
+    """Return the host of each server, in their order.
+
+    Examples
+    --------
+    >>> server_hosts(("node01", "node02"), ("s0", "s1"))
+    {'s0': 'node01', 's1': 'node02'}
+    """
     for name in names:
         if not HOST_PATTERN.fullmatch(name):
             raise UsageError(f"hosts: {name[:60]!r} is not a host name")
@@ -47,6 +53,15 @@ def pair_script(
     """Return the script; tests of a round run side by side, ``starter`` is one of `STARTERS`.
 
     A server without an entry in ``hosts`` is its own host name. ``nbytes`` is the size of a test's buffer.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.operate.calibration.pair_tests import possible_tests
+    >>> pair = topoplan.cluster([topoplan.Server("dgx-1v", count=2)], nic_gbps=100, nics=1)
+    >>> text = pair_script(pair, [possible_tests(pair).tests], starter="mpirun", hosts={}, nbytes=1 << 28)
+    >>> [line for line in text.splitlines() if line.startswith("pair 1")]
+    ['pair 1 s0.gpu0 s0 0 s1.gpu0 s1 0 &']
     """
     tests = [test for tests in rounds for test in tests]
     one_way = not tests[0].back
