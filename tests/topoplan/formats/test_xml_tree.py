@@ -26,7 +26,7 @@ def test_elements_attributes_and_lines_are_read() -> None:
     start = "\ufeff\n<?xml version='1.0' encoding='utf-16'?>\n<!-- a -->"
     text = f"{start}<a b='1' c=\"&lt;\">\n <d/><!-- - -->\n <e></e>\n</a>\n"
     assert parse_xml(text) == XmlElement(
-        "a", 3, {"b": "1", "c": "<"}, (XmlElement("d", 4), XmlElement("e", 5))
+        "a", {"b": "1", "c": "<"}, (XmlElement("d", line=4), XmlElement("e", line=5)), 3
     )
 
 

@@ -19,12 +19,13 @@ from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
 from topoplan.engines.nccl.identities import gpu_numbers
-from topoplan.engines.nccl.xml_text import NcclElement, nccl_xml
+from topoplan.engines.nccl.xml_text import nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import is_amd
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
+from topoplan.reading.nccl.topology_elements import XmlElement
 from topoplan.schedules.nccl_channels import (
     MOST_CHANNELS,
     Graphs,
@@ -148,7 +149,7 @@ def _write_graphs(machine: Topology, paths: NcclPaths, graphs: Graphs, found: tu
         f"{float(graphs.chain_rate):.6g} GB/s",
         *notes,
     )
-    return Exported(nccl_xml(NcclElement("graphs", (("version", "1"),), (rings, chains)), comments), notes)
+    return Exported(nccl_xml(XmlElement("graphs", {"version": "1"}, (rings, chains)), comments), notes)
 
 
 def _graph_element(
@@ -158,29 +159,29 @@ def _graph_element(
     numbers: Mapping[str, int],
     speed: Fraction,
     paths: NcclPaths,
-) -> NcclElement:
+) -> XmlElement:
     """Return one graph with its channels; ``speed`` is GB/s of one channel as NCCL counts it."""
     channels = [
-        NcclElement(
+        XmlElement(
             "channel",
-            children=tuple(NcclElement("gpu", (("dev", _hex_number(numbers[gpu])),)) for gpu in order),
+            children=tuple(XmlElement("gpu", {"dev": _hex_number(numbers[gpu])}) for gpu in order),
         )
         for order, times in orders.items()
         for _ in range(times)
     ]
-    attributes = (
-        ("id", identity),
-        ("pattern", pattern),
-        ("crossnic", "0"),
-        ("nchannels", str(len(channels))),
-        ("speedintra", f"{float(speed):g}"),
-        ("speedinter", f"{float(speed):g}"),
-        ("latencyinter", "0"),
-        ("typeintra", worst_kind(paths, orders, closed=pattern == _RING_PATTERN)),
-        ("typeinter", "PIX"),
-        ("samechannels", "1" if len(orders) == 1 else "0"),
-    )
-    return NcclElement("graph", attributes, tuple(channels))
+    attributes = {
+        "id": identity,
+        "pattern": pattern,
+        "crossnic": "0",
+        "nchannels": str(len(channels)),
+        "speedintra": f"{float(speed):g}",
+        "speedinter": f"{float(speed):g}",
+        "latencyinter": "0",
+        "typeintra": worst_kind(paths, orders, closed=pattern == _RING_PATTERN),
+        "typeinter": "PIX",
+        "samechannels": "1" if len(orders) == 1 else "0",
+    }
+    return XmlElement("graph", attributes, tuple(channels))
 
 
 def _hex_number(number: int) -> str:

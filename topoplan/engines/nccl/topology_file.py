@@ -15,7 +15,7 @@ the network device itself: a NIC without known name and speed needs no ``net`` e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
@@ -28,7 +28,7 @@ from topoplan.engines.nccl.identities import (
     gpu_numbers,
     numa_nodes,
 )
-from topoplan.engines.nccl.xml_text import NcclElement, nccl_xml
+from topoplan.engines.nccl.xml_text import nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import (
     GpuIdentity,
@@ -43,6 +43,7 @@ from topoplan.machine.hardware import (
 from topoplan.machine.host_topology import SWITCH
 from topoplan.machine.notes import listed
 from topoplan.machine.topology import Device, Topology
+from topoplan.reading.nccl.topology_elements import XmlElement
 from topoplan.units import exact
 
 _KEPT_FACTS = {
@@ -202,14 +203,14 @@ class _TopologyWriter:
         self.gpus = {gpu.name: gpu_identity(gpu, amd=self.amd) for gpu in gpus}
         self.named_nics = any(device.fact("adapter") for device in machine.devices)
 
-    def system(self) -> NcclElement:
+    def system(self) -> XmlElement:
         cpus = tuple(self._cpu(device) for device in self.machine.devices if device.kind == "cpu")
         version = "2" if self.amd else "1"
         peer_access = " ".join(f"{gpus}:{seconds!r}" for gpus, seconds in self.machine.peer_access)
         known = [("version", version), ("name", self.machine.name), ("peer_access", peer_access)]
-        return NcclElement("system", _drop_empty(known), cpus)
+        return XmlElement("system", _drop_empty(known), cpus)
 
-    def _cpu(self, device: Device) -> NcclElement:
+    def _cpu(self, device: Device) -> XmlElement:
         identity = self.cpus[device.name]
         known = [
             ("numaid", str(self.nodes[device.name])),
@@ -221,9 +222,9 @@ class _TopologyWriter:
             known.append(("socket", repr(float(self.tree.socket[device.name]))))
         known.append(("affinity", cpu_mask(device.fact("cpus"))))
         known.append(_assumed(*(["numaid"] if device.name in self.unnumbered else []), *identity.invented))
-        return NcclElement("cpu", self._settled(known, "affinity"), self._below(device.name))
+        return XmlElement("cpu", self._settled(known, "affinity"), self._below(device.name))
 
-    def _settled(self, known: list[tuple[str, str]], *left: str) -> tuple[tuple[str, str], ...]:
+    def _settled(self, known: list[tuple[str, str]], *left: str) -> dict[str, str]:
         """Return attributes of a CPU or switch, with empty values for the ones that NCCL would query.
 
         If the file names network devices, ranks keep CPUs and switches that are not above their GPU and query nothing
@@ -232,11 +233,11 @@ class _TopologyWriter:
         found = _drop_empty(known)
         if not self.named_nics:
             return found
-        return (*found, *((key, "") for key in left if key not in dict(found)))
+        return found | {key: "" for key in left if key not in found}
 
-    def _below(self, name: str) -> tuple[NcclElement, ...]:
-        pcie: list[NcclElement] = []
-        plain: list[NcclElement] = []
+    def _below(self, name: str) -> tuple[XmlElement, ...]:
+        pcie: list[XmlElement] = []
+        plain: list[XmlElement] = []
         for child in self.tree.children[name]:
             device = self.machine.device(child)
             # NCCL puts a NIC with a name but no place on PCIe below the CPU.
@@ -248,7 +249,7 @@ class _TopologyWriter:
                 pcie.append(self._pci(device))
         return (*pcie, *plain)
 
-    def _pci(self, device: Device) -> NcclElement:
+    def _pci(self, device: Device) -> XmlElement:
         bandwidth = self.tree.bandwidth[device.name]
         speed, lanes = nearest_pcie(bandwidth)
         known = [
@@ -263,12 +264,12 @@ class _TopologyWriter:
             _assumed(*(["busid"] if device.name in self.invented else [])),
         ]
         if device.kind == "pcie":
-            return NcclElement("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
+            return XmlElement("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
         if device.kind == "nic":
-            return NcclElement("pci", _drop_empty(known), net_elements(device, self._net_number(device.name)))
-        return NcclElement("pci", _drop_empty(known), (self._gpu(device),))
+            return XmlElement("pci", _drop_empty(known), net_elements(device, self._net_number(device.name)))
+        return XmlElement("pci", _drop_empty(known), (self._gpu(device),))
 
-    def _gpu(self, device: Device) -> NcclElement:
+    def _gpu(self, device: Device) -> XmlElement:
         identity = self.gpus[device.name]
         known = [
             ("dev", str(self.numbers[device.name])),
@@ -281,23 +282,23 @@ class _TopologyWriter:
         bundles = [self._nvlink(*bundle) for bundle in links.nvlinks]
         if links.c2c:
             one = max(1, round(exact(links.c2c.bandwidth) * 1000 / links.c2c.count))
-            wire = (("bw", str(one)), ("count", str(links.c2c.count)))
-            bundles.append(NcclElement("c2c", (*wire, ("bandwidth", repr(float(links.c2c.bandwidth))))))
-        return NcclElement("gpu", _drop_empty(known), tuple(bundles))
+            wire = {"bw": str(one), "count": str(links.c2c.count)}
+            bundles.append(XmlElement("c2c", wire | {"bandwidth": repr(float(links.c2c.bandwidth))}))
+        return XmlElement("gpu", _drop_empty(known), tuple(bundles))
 
-    def _nvlink(self, end: str, count: int, bandwidth: float) -> NcclElement:
+    def _nvlink(self, end: str, count: int, bandwidth: float) -> XmlElement:
         if end in self.gpus:
             target, target_class = self.busid[end], (_AMD_CLASS if self.amd else _CLASS)["gpu"]
         else:
             target, target_class = _HIDDEN, _CPU_CLASS if end else _NVSWITCH_CLASS
-        return NcclElement(
+        return XmlElement(
             "xgmi" if self.amd else "nvlink",
-            (
-                ("target", target),
-                ("count", str(count)),
-                ("tclass", target_class),
-                ("bandwidth", repr(float(bandwidth))),
-            ),
+            {
+                "target": target,
+                "count": str(count),
+                "tclass": target_class,
+                "bandwidth": repr(float(bandwidth)),
+            },
         )
 
     def _net_number(self, name: str) -> int:
@@ -311,8 +312,8 @@ class _TopologyWriter:
         return number
 
 
-def _drop_empty(attributes: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((key, value) for key, value in attributes if value)
+def _drop_empty(attributes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {key: value for key, value in attributes if value}
 
 
 def _assumed(*names: str) -> tuple[str, str]:
@@ -330,7 +331,7 @@ def _chip(pci: str) -> list[tuple[str, str]]:
 _GIGABITS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
-def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[NcclElement, ...]:
+def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[XmlElement, ...]:
     """Return the ``nic`` element of a NIC, if it needs one.
 
     Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
@@ -340,7 +341,7 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
     >>> from topoplan.machine.topology import facts
     >>> nic = Device("nic0", "nic", facts=facts(adapter="mlx5_0", gigabits=100))
     >>> net_elements(nic, 0)[0].children[0].attributes
-    (('name', 'mlx5_0'), ('dev', '0'), ('speed', '100000'))
+    {'name': 'mlx5_0', 'dev': '0', 'speed': '100000'}
     """
     adapters, gigabits = nic.fact("adapter"), nic.fact("gigabits")
     speed = round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0
@@ -355,6 +356,6 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
             known.append(("bandwidth", repr(float(bandwidth))))
         # Without a speed NCCL asks the network; a reader must not take its default for a fact.
         known.append(("assumed", "" if part else "speed"))
-        nets.append(NcclElement("net", tuple((key, value) for key, value in known if value)))
+        nets.append(XmlElement("net", _drop_empty(known)))
     own = (("name", nic.name), ("model", nic.model)) if bandwidth is not None else ()
-    return (NcclElement("nic", tuple((key, value) for key, value in own if value), tuple(nets)),)
+    return (XmlElement("nic", _drop_empty(own), tuple(nets)),)

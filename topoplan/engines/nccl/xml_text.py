@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from topoplan.errors import UsageError
+from topoplan.reading.nccl.topology_elements import XmlElement
 
 MAX_VALUE_BYTES = 253
 """Bytes of a value: with its closing quote it must stay below MAX_STR_LEN - 1."""
@@ -32,40 +32,29 @@ _ENTITIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NcclElement:
-    """An XML element without text of its own.
+def nccl_xml(root: XmlElement, comments: Sequence[str] = ()) -> str:
+    """Return the text of a file: comments, one to a line, then the element; raise for values that do not fit.
 
-    >>> cpu = NcclElement("cpu", (("numaid", "0"),))
-    >>> print(nccl_xml(NcclElement("system", (("version", "1"),), (cpu,)), ["a -- b"]), end="")
+    >>> cpu = XmlElement("cpu", {"numaid": "0"})
+    >>> print(nccl_xml(XmlElement("system", {"version": "1"}, (cpu,)), ["a -- b"]), end="")
     <!-- a - - b -->
     <system version="1">
       <cpu numaid="0"/>
     </system>
     """
-
-    name: str
-    attributes: tuple[tuple[str, str], ...] = ()
-    children: tuple[NcclElement, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return 1 + sum(child.size for child in self.children)
-
-
-def nccl_xml(root: NcclElement, comments: Sequence[str] = ()) -> str:
-    """Return the text of a file: comments, one to a line, then the element; raise for values that do not fit."""
     lines = [f"<!-- {_comment_text(comment)} -->" for comment in comments]
     return "\n".join((*lines, *_lines(root, ""))) + "\n"
 
 
-def _lines(element: NcclElement, indent: str) -> Iterator[str]:
+def _lines(element: XmlElement, indent: str) -> Iterator[str]:
     if len(element.attributes) > MAX_ATTRIBUTES:
         raise UsageError(
             f"<{element.name}> has {len(element.attributes)} attributes, and NCCL reads 16 with its own; state less"
         )
     start = (
-        indent + "<" + " ".join((element.name, *(_attribute(element, *pair) for pair in element.attributes)))
+        indent
+        + "<"
+        + " ".join((element.name, *(_attribute(element, *pair) for pair in element.attributes.items())))
     )
     if not element.children:
         yield f"{start}/>"
@@ -76,7 +65,7 @@ def _lines(element: NcclElement, indent: str) -> Iterator[str]:
     yield f"{indent}</{element.name}>"
 
 
-def _attribute(element: NcclElement, key: str, value: str) -> str:
+def _attribute(element: XmlElement, key: str, value: str) -> str:
     if _NO_CHARACTER.search(value):
         raise UsageError(
             f"<{element.name}> {key} {value[:40]!r} holds a character that XML does not allow; rename it"

@@ -62,12 +62,16 @@ _CUT = tuple(
 
 @dataclass(frozen=True, slots=True)
 class XmlElement:
-    """An element of an XML text; ``line`` counts from 1."""
+    """An element of an XML text; ``line`` counts from 1, and is 0 in a text to be written."""
 
     name: str
-    line: int
     attributes: Mapping[str, str] = field(default_factory=dict)
     children: tuple[XmlElement, ...] = ()
+    line: int = 0
+
+    @property
+    def size(self) -> int:
+        return 1 + sum(child.size for child in self.children)
 
     def all(self, *names: str) -> tuple[XmlElement, ...]:
         return tuple(child for child in self.children if child.name in names)
@@ -148,7 +152,7 @@ class _XmlTreeBuilder:
 
     def _end(self, _: str) -> None:
         name, line, attributes, children = self.open.pop()
-        element = XmlElement(name, line, attributes, tuple(children))
+        element = XmlElement(name, attributes, tuple(children), line)
         if self.open:
             self.open[-1][3].append(element)
         else:

@@ -54,7 +54,7 @@ def host_gpus(nodes: Sequence[PciNode], rates: GivenRates, findings: Findings) -
         parts = node.element.all("gpu")
         if not parts:
             findings.add(NO_NVLINKS, node.device.busid)
-            gpus.append(_host_gpu(number, node, XmlElement("gpu", node.element.line), ()))
+            gpus.append(_host_gpu(number, node, XmlElement("gpu", line=node.element.line), ()))
             continue
         gpu = parts[0]
         if len(parts) > 1:
