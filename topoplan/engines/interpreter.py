@@ -227,7 +227,7 @@ class ProgramRun:
         self._begun = [False] * program.ranks
         self._running = [sum(block.rank == rank for block in program.blocks) for rank in range(program.ranks)]
         self._arrived: dict[tuple[int, int], int] = {}
-        self._posted: dict[int, list[tuple[Move | Signal, str, int]]] = {}
+        self._posted: dict[int, list[tuple[Move | Signal, str]]] = {}
         self._held: dict[int, list[CellNumbers]] = {number: [] for number in program.fifos}
         self._asleep: dict[Hashable, list[int]] = {}
         self._ready: list[tuple[float, int]] = []
@@ -296,9 +296,9 @@ class ProgramRun:
         for instruction, where in block.unrolled():
             match instruction:
                 case Sync():
-                    yield from self._settle(owed, late, rank)
+                    yield from self._settle(owed, late)
                 case Barrier():
-                    yield from self._settle(owed, late, rank)
+                    yield from self._settle(owed, late)
                     yield from self._meet(rank, instruction, where)
                 case Wait():
                     owed += [(thread, counter, where) for thread, counter in enumerate(instruction.counters)]
@@ -309,7 +309,7 @@ class ProgramRun:
                 case Post():
                     yield from self._settle_thread(owed, instruction.thread)
                     queue = self._posted.setdefault(instruction.channel, [])
-                    queue.append((instruction.action, where, rank))
+                    queue.append((instruction.action, where))
                     self._wake(("proxy", instruction.channel))
                 case Flush():
                     for thread, channel in enumerate(instruction.channels):
@@ -318,20 +318,20 @@ class ProgramRun:
                             yield ("idle", channel), where
                 case Move():
                     if instruction.waits or instruction.marks:
-                        yield from self._catch_up(late, rank)
-                        yield from self._move(instruction, where, rank)
+                        yield from self._catch_up(late)
+                        yield from self._move(instruction, where)
                     else:
                         late.append((instruction, where))
             yield None
             if late and self._draw.random() < 0.5:
-                yield from self._catch_up(late, rank)
-        yield from self._settle(owed, late, rank)
+                yield from self._catch_up(late)
+        yield from self._settle(owed, late)
         self._running[rank] -= 1
 
-    def _settle(self, owed: list[tuple[int, int, str]], late: list[tuple[Move, str]], rank: int) -> _Steps:
+    def _settle(self, owed: list[tuple[int, int, str]], late: list[tuple[Move, str]]) -> _Steps:
         """Let all threads arrive: the waits are over and the moves done."""
         # a move that no sync orders after a wait runs before it here
-        yield from self._catch_up(late, rank)
+        yield from self._catch_up(late)
         for _, counter, where in owed:
             yield from self._take(counter, where)
         owed.clear()
@@ -367,24 +367,24 @@ class ProgramRun:
             if not queue:
                 yield ("proxy", channel), "nothing"
                 continue
-            action, where, rank = queue[0]
+            action, where = queue[0]
             yield None
             if isinstance(action, Signal):
                 for counter in action.counters:
                     self._add(counter)
             else:
-                yield from self._move(action, where, rank)
+                yield from self._move(action, where)
             queue.pop(0)
             if not queue:
                 self._wake(("idle", channel))
 
-    def _catch_up(self, late: list[tuple[Move, str]], rank: int) -> _Steps:
+    def _catch_up(self, late: list[tuple[Move, str]]) -> _Steps:
         while late:
             move, where = late[0]
-            yield from self._move(move, where, rank)
+            yield from self._move(move, where)
             late.pop(0)
 
-    def _move(self, move: Move, where: str, rank: int) -> _Steps:
+    def _move(self, move: Move, where: str) -> _Steps:
         total: CellNumbers | None = None
         for number, place in enumerate(move.reads):
             if isinstance(place, Fifo):
@@ -400,7 +400,7 @@ class ProgramRun:
                 return
             else:
                 values, states = self.memory.view(place)
-                self._check_alive(place, rank, where)
+                self._check_alive(place, where)
                 if move.waits and move.waits[number]:
                     while not (states == _PACKET).all():
                         place_words = f"{where}, which waits for packets in {_quote_names(place)}"
@@ -420,7 +420,7 @@ class ProgramRun:
                 held.append(total)
                 self._wake(("fifo", place.number))
                 continue
-            self._check_alive(place, rank, where)
+            self._check_alive(place, where)
             values, states = self.memory.view(place)
             values[:] = total
             marked = bool(move.marks) and move.marks[number]
@@ -428,7 +428,7 @@ class ProgramRun:
             if marked:
                 self._wake(("cells", place.rank, place.buffer))
 
-    def _check_alive(self, region: CellRegion, rank: int, where: str) -> None:
+    def _check_alive(self, region: CellRegion, where: str) -> None:
         """Refuse to touch a buffer that belongs to a caller at the time."""
         if region.buffer == "s":
             return
