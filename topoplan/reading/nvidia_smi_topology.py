@@ -44,7 +44,6 @@ from topoplan.machine.notes import Note, listed, warning
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
-from topoplan.reading.nvlink_status import generation
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import counted, several
 
@@ -119,29 +118,25 @@ def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> Named
     kinds = set(names.values()) or ({every} if every else set())
     if not kinds:
         return NamedGpus({})
+    from topoplan.reading.nvlink_status import generation
+
     if len(kinds) == 1:
         models = dict.fromkeys(gpus, next(iter(kinds)))
     elif all(int(gpu[3:]) in names for gpu in gpus):
         models = {gpu: names[int(gpu[3:])] for gpu in gpus}
     else:
         missing = listed(gpu for gpu in gpus if int(gpu[3:]) not in names)
-        return NamedGpus(
-            {}, None, (f"the text names {len(names)} GPUs, and not {missing}; names are not used",)
-        )
+        note = f"the text names {len(names)} GPUs, and not {missing}; names are not used"
+        return NamedGpus({}, None, (note,))
     made = {gpu: generation(model) for gpu, model in models.items()}
     few = [gpu for gpu, one in made.items() if one is not None and 0 < one.links < links.get(gpu, 0)]
     if few:
         model, most = models[few[0]], links[few[0]]
-        return NamedGpus(
-            {},
-            None,
-            (
-                warning(
-                    f"the text names {model}, which has fewer NVLinks than the {most} of {few[0].lower()} in the "
-                    "matrix; the name is not used"
-                ),
-            ),
+        note = warning(
+            f"the text names {model}, which has fewer NVLinks than the {most} of {few[0].lower()} in the matrix; the "
+            "name is not used"
         )
+        return NamedGpus({}, None, (note,))
     known = [one for one in made.values() if one is not None]
     if len(known) < len(made):
         return NamedGpus(models)
