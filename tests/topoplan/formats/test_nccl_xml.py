@@ -445,7 +445,9 @@ def test_cpus_state_what_they_are() -> None:
     )
     assert topology.device("cpu0").numa == topology.device("gpu0").numa == 0
     bad = parse_nccl_xml(only(gpu_pci(0)).replace("numaid", 'affinity="all" numaid'))
-    assert notes_about(bad, "affinity") == ["affinity is not a mask such as 00000000,000fffff; left out: cpu 0"]
+    assert notes_about(bad, "affinity") == [
+        "affinity is not a mask such as 00000000,000fffff; left out: cpu 0"
+    ]
 
 
 def test_an_unknown_class_is_a_switch_where_something_hangs_below_it() -> None:
@@ -555,7 +557,10 @@ def twice(text: str) -> str:
         ),
         (pair(nvlink(bus(1), 1, bandwidth="inf")), "line 5: nvlink bandwidth 'inf' must be a number of GB/s"),
         (pair().replace('numaid="0" ', ""), "line 2: cpu has no attribute numaid"),
-        (pair().replace('numaid="0"', 'numaid="x"'), "line 2: cpu numaid must be a NUMA node from -1 to 1024, got 'x'"),
+        (
+            pair().replace('numaid="0"', 'numaid="x"'),
+            "line 2: cpu numaid must be a NUMA node from -1 to 1024, got 'x'",
+        ),
         (
             pair().replace('numaid="0"', 'numaid="9999"'),
             "line 2: cpu numaid must be a NUMA node from -1 to 1024, got '9999'",
@@ -572,7 +577,10 @@ def twice(text: str) -> str:
         (only(gpu_pci(0), nic_pci("0:1:0", "e", 0, 10**10)), "line 8: net speed 10000000000 Mb/s is above"),
         (only(), "the file has no GPU: no pci element is below a cpu"),
         (only(pci("0:1:0", device=NIC)), "the file has no GPU: none of its 1 pci elements has class 0x03"),
-        (only(pci("0:1:0", **{"class": None})), "the file does not state which of its 1 pci elements are GPUs"),
+        (
+            only(pci("0:1:0", **{"class": None})),
+            "the file does not state which of its 1 pci elements are GPUs",
+        ),
         (
             pair().replace('version="1"', 'version="3"'),
             "line 1: system version '3' is unknown; use 1 (NCCL) or 2 (RCCL)",
@@ -696,5 +704,7 @@ def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:
 @pytest.mark.parametrize("text", ["8", "8:fast", "8:0.1:2", "x:0.1"])
 def test_peer_access_that_is_no_list_of_times_is_refused(text: str) -> None:
     machine = pair().replace("<system ", f'<system peer_access="{text}" ')
-    with pytest.raises(TopologyError, match=f"system peer_access must list GPUs and seconds such as 8:0.0037, got '{text}'"):
+    with pytest.raises(
+        TopologyError, match=f"system peer_access must list GPUs and seconds such as 8:0.0037, got '{text}'"
+    ):
         parse_nccl_xml(machine)

@@ -147,7 +147,10 @@ def test_the_same_listing_twice_is_that_listing() -> None:
         ("GPU 0: V100\nLink 0:", "GPU 0, link 0: '' is neither a speed"),
         ("GPU 0: V100\nLink 0: Remote Device nowhere", "'Remote Device nowhere' is neither"),
         ("GPU 0: V100\nLink 0: Remote Device 0:7.0: Link 1", "remote device '0:7.0' is no PCI bus id"),
-        ("GPU 0: V100\nLink 0: Remote Device 0:7:0.0: Link x", "GPU 0, link 0: remote link must be a number, got 'x'"),
+        (
+            "GPU 0: V100\nLink 0: Remote Device 0:7:0.0: Link x",
+            "GPU 0, link 0: remote link must be a number, got 'x'",
+        ),
         ("GPU 0: V100\nLink 0: 25 GB/s\nLink 0: 25 GB/s", "GPU 0, link 0 is listed twice below one GPU line"),
         (
             "GPU 0: V100\nLink 0: 25 GB/s\nGPU 0: V100\nLink 0: <inactive>",

@@ -291,7 +291,10 @@ def test_a_row_that_is_cut_is_named() -> None:
             "the test failed: node1: Test NCCL",
         ),
         ("node1: Test CUDA failure common.cu:892 'out of memory'", "'out of memory'"),
-        ("        4096  1024  float  sum  -1  nan  nan  nan  0  1.0  4.1  7.2  0", "nan nan nan are not a time"),
+        (
+            "        4096  1024  float  sum  -1  nan  nan  nan  0  1.0  4.1  7.2  0",
+            "nan nan nan are not a time",
+        ),
         (
             "        4096  1024  float  sum  -1  0.00  inf  inf  0  1.0  4.1  7.2  0",
             "0.00 inf inf are not a time",
