@@ -59,7 +59,7 @@ REAL = {
 }
 
 REFUSED = {
-    "g5.48xl-topo": "the file does not state which of its 9 pci elements are GPUs, since 9 of them have no class; use --merge",
+    "g5.48xl-topo": "the file does not state which of its 9 pci elements are GPUs, since 9 of them have no class",
     "ncv4-graph": "line 1: graphs: this is an NCCL graph file",
 }
 
