@@ -1,11 +1,11 @@
-"""A plan as execution traces of Chakra, which ASTRA-sim runs as a collective algorithm of one's own.
+"""Export a plan as execution traces of Chakra, which ASTRA-sim runs as a custom collective algorithm.
 
 One file for each rank, for one size of the buffer: a node sends for each chunk on each tree edge that leaves the rank,
 and one receives for each that comes. They are the rows of the transfer table: chunks of shards begin on the same bytes,
 and a send waits for the rows before it that end at its rank. Additions take no time here, as in our own model; routes
 are the simulator's.
 
-A file is a row of messages of protobuf, each after its length (``schema/protobuf/et_def.proto`` of Chakra): the
+A file is a sequence of messages of protobuf, each after its length (``schema/protobuf/et_def.proto`` of Chakra): the
 version, then the nodes. ASTRA-sim takes them as ``"all-reduce-implementation-custom": ["prefix"]`` with the files
 ``prefix.<rank>.et``.
 """
@@ -30,7 +30,7 @@ SEND, RECEIVE = 5, 6
 VERSION = "0.0.4"
 
 MAX_ROWS = 1_000_000
-"""Most chunks on edges that are written: a simulator would not come to an end."""
+"""Largest number of chunks on edges that are written: a simulator would not finish with more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,11 @@ class _ChakraRow:
 
 
 def chakra_traces(plan: Plan, choices: Choices) -> Exported:
-    """The traces of all ranks.
+    """Export the traces of all ranks.
 
-    Raises
-    ------
-    UsageError
-        No size is given, it does not divide among the ranks, or there are too many chunks; entries move in the plan.
+    A UsageError says that the size is missing or does not divide among the ranks, that the chunks are too many, or that
+    the plan moves entries.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
     >>> made = chakra_traces(plan, Choices(size=1 << 20, chunk=1 << 18))
@@ -86,7 +82,7 @@ def chakra_traces(plan: Plan, choices: Choices) -> Exported:
 
 
 def _rows(plan: Plan, size: int, chunk: int | None) -> Iterator[_ChakraRow]:
-    """Chunk by chunk, in each the edges of all shards in an order in which they can run."""
+    """Yield the rows chunk by chunk, in each the edges of all shards in an order in which they can run."""
     count = size * plan.buffers
     if count % plan.blocks:
         raise UsageError(f"{size} bytes cannot be divided among {len(plan.ranks)} ranks; change --size")
@@ -122,7 +118,7 @@ def _rows(plan: Plan, size: int, chunk: int | None) -> Iterator[_ChakraRow]:
 
 
 def _node(number: int, kind: int, row: _ChakraRow, tag: int, after: tuple[int, ...]) -> bytes:
-    """A node: its number, name and kind, what it waits for, and its attributes."""
+    """Encode a node: its number, name and kind, the nodes that it waits for, and its attributes."""
     depends = b"".join(map(_varint, after))
     attributes = (
         _text(1, "comm_size") + _key(9, 0) + _varint(row.size),

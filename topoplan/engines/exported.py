@@ -1,10 +1,10 @@
-"""Hold what exporters take and return: choices, one server, shares as whole chunks; files with notes.
+"""Hold the arguments and results of exporters: choices, one server, shares as whole chunks; files with notes.
 
 An engine cuts the buffer into equal chunks, and each tree gets consecutive chunks. Shares are exact if their common
 denominator is small; otherwise they are rounded and the note states the lost rate. MSCCL++ refuses a buffer that is not
 a multiple of `ALIGNMENT` bytes times the chunks, so the number of chunks may have to fit a size. Rounding gives each
 shard its share rounded down and the remaining chunks to the largest remainders, within the block of each owner if ranks
-own blocks. The rate that remains follows from the link loads, exactly.
+own blocks. The remaining rate follows from the link loads, exactly.
 """
 
 from __future__ import annotations
@@ -23,31 +23,26 @@ from topoplan.plans.shards import Shard
 from topoplan.units import format_size
 
 ALIGNMENT = 16
-"""Bytes that borders of chunks are multiples of."""
+"""Bytes of which borders of chunks are multiples."""
 
 MAX_EXACT_CHUNKS = 128
-"""Most chunks that exact shares get where the size is left open: few sizes are a multiple of more."""
+"""Most chunks of exact shares if the size is open: few sizes are a multiple of more."""
 
 MAX_CHUNKS = 4096
 """Most chunks that are tried."""
 
 MAX_RATE_LOSS = Fraction(1, 100)
-"""Most of the rate that rounded shares may cost where nobody asked for a number of chunks."""
+"""Largest fraction of the rate that rounded shares may cost if no number of chunks is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
     """A buffer in equal chunks.
 
-    Parameters
-    ----------
-    count : int
-        Chunks of the whole buffer, of an all-to-all those of one rank's.
-    shards : tuple of (Shard, int, int)
-        The shards that get any: each with its first chunk and its number of chunks. The first chunks of an all-to-all
-        count on through the results of all ranks.
-    kept : Fraction
-        The rate with these shares, and switches that add and copy or do not, over the plan's.
+    ``count`` is the number of chunks of the whole buffer, of an all-to-all those of one rank's. ``shards`` are those
+    with chunks: each with its first chunk and its number of chunks; the first chunks of an all-to-all count on through
+    the results of all ranks. ``kept`` is the rate with these shares, and with or without switches that add and copy,
+    over the plan's.
     """
 
     count: int
@@ -58,26 +53,12 @@ class Chunking:
 def chunk_shares(
     plan: Plan, *, chunks: int | None = None, size: int | None = None, in_network: bool = False
 ) -> Chunking:
-    """The shares of a plan in chunks.
+    """Return the shares of a plan in chunks.
 
-    Parameters
-    ----------
-    plan : Plan
-    chunks : int or None
-        How many; None for the exact number where it is at most `MAX_EXACT_CHUNKS`, and else the smallest that costs at
-        most `MAX_RATE_LOSS` of the rate.
-    size : int or None
-        Bytes of the buffer that the chunks have to divide; None for any.
-    in_network : bool
-        Whether switches that can add and copy do.
+    If ``chunks`` is None, the exact number is taken if it is at most `MAX_EXACT_CHUNKS`, else the smallest that costs
+    at most `MAX_RATE_LOSS` of the rate. The chunks have to divide a buffer of ``size`` bytes, None for any.
+    ``in_network``: switches that can add and copy do so. A UsageError says that no number fits.
 
-    Raises
-    ------
-    UsageError
-        No number of chunks does, or the one that is asked for does not.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = chunk_shares(topoplan.plan("dgx-1v"))
     >>> found.count, [count for _, _, count in found.shards], found.kept
@@ -90,11 +71,12 @@ def chunk_shares(
     if chunks is not None:
         if chunks % blocks:
             raise UsageError(
-                f"{chunks} chunks are no multiple of {blocks}, one block for each rank; change --chunks"
+                f"{chunks} chunks are not a multiple of {blocks}, one block for each rank; change --chunks"
             )
         if size is not None and not _fits_size(size, chunks):
             raise UsageError(
-                f"{format_size(size)} is no multiple of {chunks} chunks of {ALIGNMENT} bytes; change --chunks or --size"
+                f"{format_size(size)} is not a multiple of {chunks} chunks of {ALIGNMENT} bytes; change --chunks or "
+                "--size"
             )
         return _round_shares(plan, shards, chunks, blocks, in_network)
     if exact <= (MAX_EXACT_CHUNKS if size is None else MAX_CHUNKS) and (
@@ -111,15 +93,14 @@ def chunk_shares(
             "the rate; give --chunks, or plan with --order trees"
         )
     raise UsageError(
-        f"{size} bytes are no multiple of {exact} chunks of {ALIGNMENT} bytes, which the shares need, and no other "
+        f"{size} bytes are not a multiple of {exact} chunks of {ALIGNMENT} bytes, which the shares need, and no other "
         f"number of chunks that divides them keeps {float(1 - MAX_RATE_LOSS):.0%} of the rate; give --chunks, "
-        "or a --size "
-        f"that is a multiple of {ALIGNMENT * exact} bytes"
+        f"or a --size that is a multiple of {ALIGNMENT * exact} bytes"
     )
 
 
 def kept_rate(plan: Plan, part: Fraction) -> str:
-    """What is left of a plan's rate, in words."""
+    """Describe the rate that remains of a plan's."""
     kept = "all of the rate" if part == 1 else f"{float(part):.2%} of the plan's"
     return f"keeps {float(part) * plan.rate:.6g} GB/s, {kept}"
 
@@ -129,7 +110,7 @@ def _fits_size(size: int, chunks: int) -> bool:
 
 
 def _candidates(blocks: int, size: int | None) -> Iterable[int]:
-    """Powers of two and three times them, for each block; all divisors where a size is given."""
+    """Yield powers of two and three times them, for each block; all divisors if a size is given."""
     if size is not None:
         return (count for count in range(blocks, MAX_CHUNKS + 1, blocks) if _fits_size(size, count))
     parts = sorted(factor << power for factor in (1, 3) for power in range(13))
@@ -154,7 +135,7 @@ def _round_shares(plan: Plan, shards: Sequence[Shard], count: int, blocks: int, 
 
 
 def _apportion_chunks(shares: Sequence[Fraction], count: int, blocks: int) -> list[int]:
-    """Chunks of each shard; the shards of a block, which stand together, get as many as the block has."""
+    """Return the chunks of each shard; the shards of a block, which are consecutive, share the block's chunks."""
     sizes: list[int] = []
     begun = Fraction(0)
     block: list[Fraction] = []
@@ -175,14 +156,8 @@ def _apportion_chunks(shares: Sequence[Fraction], count: int, blocks: int) -> li
 class Exported:
     """A file for another program, or several.
 
-    Parameters
-    ----------
-    text : str
-        The whole file; empty where there are several.
-    notes : tuple of str
-        What the format cannot say, what had to be assumed and what to expect, one line each.
-    files : tuple of (str, bytes)
-        Several files, each with the end of its name, such as ``.0.et``.
+    ``text`` is the whole file, empty if there are several in ``files``, each with the end of its name, such as
+    ``.0.et``. ``notes`` list omissions, assumptions and expectations.
     """
 
     text: str
@@ -192,22 +167,11 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What may be asked of a file for an engine; None leaves it to the exporter.
+    """Options of a file for an engine; None leaves one to the exporter.
 
-    Parameters
-    ----------
-    size : int or None
-        Bytes of the buffer that it is made for.
-    max_blocks : int or None
-        Most thread blocks of a GPU.
-    chunks : int or None
-        Chunks that the buffer is cut into.
-    chunk : int or None
-        Bytes of the longest chunk.
-    protocol : str or None
-        ``simple`` or ``ll``: whether flags travel beside the data, or with each packet of it.
-    runtime : str or None
-        Whose limits the file keeps to, where an engine has several runtimes.
+    ``size`` is in bytes of the buffer, ``chunk`` in bytes of the longest chunk; ``chunks`` is their number,
+    ``max_blocks`` the most thread blocks of a GPU. ``protocol`` is ``simple`` (flags beside the data) or ``ll`` (a flag
+    in each packet). ``runtime`` selects the limits if an engine has several runtimes.
     """
 
     size: int | None = None
@@ -219,30 +183,13 @@ class Choices:
 
 
 DEFAULT_CHOICES = Choices()
-"""Nothing asked."""
+"""No option given."""
 
 
 def one_server(topology: Topology, name: str | None, what: str) -> Topology:
-    """The devices of a server and the links between them.
+    """Return the devices of a server and the links between them.
 
-    Parameters
-    ----------
-    topology : Topology
-    name : str or None
-        The server; None where there is only one with GPUs.
-    what : str
-        What describes one server, for the message.
-
-    Raises
-    ------
-    UsageError
-        There is no such server, or there are several and none is named.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> one_server(topoplan.nvswitch_cluster(2, gpus=4), "s1", "the file").gpus
-    ('s1.gpu0', 's1.gpu1', 's1.gpu2', 's1.gpu3')
+    ``name`` may be None if only one server has GPUs. ``what`` names the file in the message of a UsageError.
     """
     servers = topology.servers
     with_gpus = tuple(

@@ -4,7 +4,7 @@ A program has ranks, buffers counted in cells (the smallest piece that an instru
 blocks; all engines share this form. Nothing is shared with the writers of such files.
 
 Each input cell is a random 64-bit number and sums wrap around, so a wrong sum is right with probability 2^-64. The seed
-draws what hardware leaves open: the next block (uniform, or by priorities that starve some blocks), the start of each
+draws the freedom of the hardware: the next block (uniform, or by priorities that starve some blocks), the start of each
 kernel, the delay of port-channel proxies, and the end of a thread's part: a move may be late and a wait unfinished
 until the block's next ``Sync``. Moves read first and write later. A rank's input and output belong to its caller before
 its kernel begins and after it ends.
@@ -36,30 +36,29 @@ class CellRegion:
     size: int
 
     def turn(self, number: int, unit: int) -> CellRegion:
-        """What a turn of a loop moves of it."""
+        """Return the part that a turn of a loop moves."""
         begin = min(number * unit, self.size)
         return replace(self, start=self.start + begin, size=min(unit, self.size - begin))
 
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """A connection between two ranks: what is written first is read first, and it holds so much and no more."""
+    """A connection between two ranks: first in, first out, of limited capacity."""
 
     number: int
 
     def turn(self, number: int, unit: int) -> Fifo:
-        """The same in every turn of a loop."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """All threads of the block arrive before any goes on."""
+    """All threads of the block arrive before any continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """So many blocks of the rank arrive before any goes on."""
+    """So many blocks of the rank arrive before any continues."""
 
     number: int
     blocks: int
@@ -67,31 +66,24 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Add one to each of some counters, each by a thread of its own."""
+    """Add one to each of some counters, each by its own thread."""
 
     counters: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Take one from each of some counters when it is there, each by a thread of its own."""
+    """Take one from each of some counters when it is available, each by its own thread."""
 
     counters: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Add up what is read, element by element, and write the sum to each of some regions.
+    """Add up the reads, element by element, and write the sum to each of some regions.
 
-    Parameters
-    ----------
-    reads, writes : tuple of Region or Fifo
-    waits : tuple of bool
-        For each read whether its elements say themselves when they are there, as packets do.
-    marks : tuple of bool
-        For each write whether elements are written as packets.
-    by_switch : bool
-        Whether a switch reads for it, adds or copies.
+    ``waits``: for each read whether its elements announce themselves, as packets do. ``marks``: for each write whether
+    elements are written as packets. ``by_switch``: a switch reads, adds or copies for it.
     """
 
     reads: tuple[CellRegion | Fifo, ...]
@@ -101,7 +93,6 @@ class Move:
     by_switch: bool = False
 
     def turn(self, number: int, unit: int) -> Move:
-        """As `CellRegion.turn`."""
         return replace(
             self,
             reads=tuple(place.turn(number, unit) for place in self.reads),
@@ -111,30 +102,26 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Hand a move or a signal to the proxy of a channel, which does what it is handed one after another, later.
-
-    The thread of this number does it.
-    """
+    """Enqueue a move or a signal of one thread at the proxy of a channel, which runs its queue in order, later."""
 
     channel: int
     thread: int
-    what: Move | Signal
+    action: Move | Signal
 
     def turn(self, number: int, unit: int) -> Post:
-        """As `CellRegion.turn`."""
-        return replace(self, what=self.what.turn(number, unit)) if isinstance(self.what, Move) else self
+        return replace(self, action=self.action.turn(number, unit)) if isinstance(self.action, Move) else self
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Wait until the proxies of some channels have done all that they were handed."""
+    """Wait until the proxies of some channels have finished their queues."""
 
     channels: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Turns over units of what the instructions in it move."""
+    """Turns over units of the moves in the body."""
 
     turns: int
     unit: int
@@ -153,7 +140,7 @@ class ProgramBlock:
     instructions: tuple[tuple[Instruction, str], ...]
 
     def unrolled(self) -> Iterator[tuple[PlainInstruction, str]]:
-        """The instructions as they run, loops turn by turn."""
+        """Yield the instructions as they run, loops turn by turn."""
         for instruction, where in self.instructions:
             if not isinstance(instruction, Loop):
                 yield instruction, where
@@ -170,22 +157,10 @@ class ProgramBlock:
 class EngineProgram:
     """A whole plan.
 
-    Parameters
-    ----------
-    collective : str
-        allreduce, allgather, reduce_scatter, alltoall, broadcast, sendrecv.
-    ranks : int
-    sizes : dict from (rank, buffer) to int
-        Cells.
-    aliases : dict from (rank, buffer) to (buffer, int)
-        Buffers that are part of another of their rank, and where they begin in it.
-    blocks : tuple of Block
-    counters : dict from int to (int, str)
-        What each counter holds at first, and its name.
-    proxies : tuple of int
-        Channels that `Post` names.
-    fifos : dict from int to (int, int)
-        Of each connection the rank that it leads to, and how many moves it holds.
+    ``collective`` is allreduce, allgather, reduce_scatter, alltoall, broadcast or sendrecv. ``sizes`` are in cells;
+    ``aliases`` are buffers that are part of another of their rank, with their offset in it. ``counters`` hold initial
+    value and name, ``proxies`` the channels that `Post` names, ``fifos`` the target rank and capacity in moves of each
+    connection.
     """
 
     collective: str
@@ -200,16 +175,16 @@ class EngineProgram:
 
 CellNumbers = NDArray[np.uint64]
 _Steps = Generator[tuple[Hashable, str] | None, None, None]
-"""A coroutine: yields what it waits for to change and where it stands, or None where it only lets others go first."""
+"""A coroutine: yields the event that it waits for and its place, or None if it only lets others run first."""
 
 _PLAIN, _PACKET = 1, 2
 
 MAX_STEPS = 20_000_000
-"""Steps after which a run is given up."""
+"""Steps after which a run is aborted."""
 
 
 class CellMemory:
-    """The buffers of all ranks: a number for each cell, and whether and how it was written."""
+    """The buffers of all ranks: a number for each cell, and its state: unwritten, plain or packet."""
 
     def __init__(self, program: EngineProgram, seed: int) -> None:
         draw = np.random.default_rng(seed)
@@ -229,7 +204,7 @@ class CellMemory:
             states[:] = _PLAIN
 
     def view(self, region: CellRegion) -> tuple[CellNumbers, NDArray[np.uint8]]:
-        """Numbers and states of a region."""
+        """Return numbers and states of a region."""
         address = (region.rank, region.buffer)
         buffer, offset = self._program.aliases.get(address, (region.buffer, 0))
         start = region.start + offset
@@ -241,14 +216,7 @@ class CellMemory:
 
 
 class ProgramRun:
-    """One run of a program.
-
-    Parameters
-    ----------
-    program : Program
-    seed : int
-        Of the numbers and of the order.
-    """
+    """One run of a program; the seed determines the numbers and the order."""
 
     def __init__(self, program: EngineProgram, seed: int) -> None:
         self.program = program
@@ -257,32 +225,29 @@ class ProgramRun:
         self._change = 1.0 if seed % 2 == 0 else 0.02
         self._counters = {number: first for number, (first, _) in program.counters.items()}
         self._begun = [False] * program.ranks
-        self._left = [sum(block.rank == rank for block in program.blocks) for rank in range(program.ranks)]
+        self._running = [sum(block.rank == rank for block in program.blocks) for rank in range(program.ranks)]
         self._arrived: dict[tuple[int, int], int] = {}
-        self._handed: dict[int, list[tuple[Move | Signal, str, int]]] = {}
+        self._posted: dict[int, list[tuple[Move | Signal, str]]] = {}
         self._held: dict[int, list[CellNumbers]] = {number: [] for number in program.fifos}
         self._asleep: dict[Hashable, list[int]] = {}
         self._ready: list[tuple[float, int]] = []
         self._tasks: dict[int, _Steps] = {}
         self._made = 0
-        self._servants: set[int] = set()
+        self._proxies: set[int] = set()
         self._waiting: dict[int, str] = {}
 
     def run(self) -> CellMemory:
-        """The buffers at the end.
+        """Return the buffers at the end.
 
-        Raises
-        ------
-        PlanError
-            A block waits for ever, a read finds nothing, a buffer is touched out of turn, a signal is left over; names
-            rank, block and operation.
+        A PlanError names rank, block and operation of a deadlock, a read of unwritten data, a buffer that is touched
+        out of turn, or a signal that is not consumed.
         """
         for rank in range(self.program.ranks):
             self._start(self._begin(rank))
         for block in self.program.blocks:
             self._start(self._block(block))
         for channel in self.program.proxies:
-            self._start(self._proxy(channel), serves=True)
+            self._start(self._proxy(channel), is_proxy=True)
         steps = 0
         while self._ready:
             priority, number = heapq.heappop(self._ready)
@@ -304,12 +269,12 @@ class ProgramRun:
         self._check_end()
         return self.memory
 
-    def _start(self, task: _Steps, *, serves: bool = False) -> None:
+    def _start(self, task: _Steps, *, is_proxy: bool = False) -> None:
         number = self._made
         self._made += 1
         self._tasks[number] = task
-        if serves:
-            self._servants.add(number)
+        if is_proxy:
+            self._proxies.add(number)
         heapq.heappush(self._ready, (self._draw.random(), number))
 
     def _wake(self, key: Hashable) -> None:
@@ -317,7 +282,7 @@ class ProgramRun:
             heapq.heappush(self._ready, (self._draw.random(), number))
 
     def _begin(self, rank: int) -> _Steps:
-        """The kernel of a rank begins some time after others."""
+        """Begin the kernel of a rank some time after others."""
         yield None
         self._begun[rank] = True
         self._wake(("begin", rank))
@@ -331,9 +296,9 @@ class ProgramRun:
         for instruction, where in block.unrolled():
             match instruction:
                 case Sync():
-                    yield from self._settle(owed, late, rank)
+                    yield from self._settle(owed, late)
                 case Barrier():
-                    yield from self._settle(owed, late, rank)
+                    yield from self._settle(owed, late)
                     yield from self._meet(rank, instruction, where)
                 case Wait():
                     owed += [(thread, counter, where) for thread, counter in enumerate(instruction.counters)]
@@ -343,36 +308,36 @@ class ProgramRun:
                         self._add(counter)
                 case Post():
                     yield from self._settle_thread(owed, instruction.thread)
-                    queue = self._handed.setdefault(instruction.channel, [])
-                    queue.append((instruction.what, where, rank))
+                    queue = self._posted.setdefault(instruction.channel, [])
+                    queue.append((instruction.action, where))
                     self._wake(("proxy", instruction.channel))
                 case Flush():
                     for thread, channel in enumerate(instruction.channels):
                         yield from self._settle_thread(owed, thread)
-                        while self._handed.get(channel):
+                        while self._posted.get(channel):
                             yield ("idle", channel), where
                 case Move():
                     if instruction.waits or instruction.marks:
-                        yield from self._catch_up(late, rank)
-                        yield from self._move(instruction, where, rank)
+                        yield from self._catch_up(late)
+                        yield from self._move(instruction, where)
                     else:
                         late.append((instruction, where))
             yield None
             if late and self._draw.random() < 0.5:
-                yield from self._catch_up(late, rank)
-        yield from self._settle(owed, late, rank)
-        self._left[rank] -= 1
+                yield from self._catch_up(late)
+        yield from self._settle(owed, late)
+        self._running[rank] -= 1
 
-    def _settle(self, owed: list[tuple[int, int, str]], late: list[tuple[Move, str]], rank: int) -> _Steps:
-        """All threads arrive: the waits are over and the moves done."""
-        # a move that no sync holds back behind a wait is not held back by it here
-        yield from self._catch_up(late, rank)
+    def _settle(self, owed: list[tuple[int, int, str]], late: list[tuple[Move, str]]) -> _Steps:
+        """Let all threads arrive: the waits are over and the moves done."""
+        # a move that no sync orders after a wait runs before it here
+        yield from self._catch_up(late)
         for _, counter, where in owed:
             yield from self._take(counter, where)
         owed.clear()
 
     def _settle_thread(self, owed: list[tuple[int, int, str]], thread: int) -> _Steps:
-        """One thread has ended its waits."""
+        """Finish the waits of one thread."""
         for item in [item for item in owed if item[0] == thread]:
             yield from self._take(item[1], item[2])
             owed.remove(item)
@@ -396,30 +361,30 @@ class ProgramRun:
             yield ("barrier", key), where
 
     def _proxy(self, channel: int) -> _Steps:
-        """Does what a port channel is handed, one after another, some time later."""
+        """Run the queue of a port channel in order, some time later."""
         while True:
-            queue = self._handed.get(channel)
+            queue = self._posted.get(channel)
             if not queue:
                 yield ("proxy", channel), "nothing"
                 continue
-            what, where, rank = queue[0]
+            action, where = queue[0]
             yield None
-            if isinstance(what, Signal):
-                for counter in what.counters:
+            if isinstance(action, Signal):
+                for counter in action.counters:
                     self._add(counter)
             else:
-                yield from self._move(what, where, rank)
+                yield from self._move(action, where)
             queue.pop(0)
             if not queue:
                 self._wake(("idle", channel))
 
-    def _catch_up(self, late: list[tuple[Move, str]], rank: int) -> _Steps:
+    def _catch_up(self, late: list[tuple[Move, str]]) -> _Steps:
         while late:
             move, where = late[0]
-            yield from self._move(move, where, rank)
+            yield from self._move(move, where)
             late.pop(0)
 
-    def _move(self, move: Move, where: str, rank: int) -> _Steps:
+    def _move(self, move: Move, where: str) -> _Steps:
         total: CellNumbers | None = None
         for number, place in enumerate(move.reads):
             if isinstance(place, Fifo):
@@ -435,13 +400,13 @@ class ProgramRun:
                 return
             else:
                 values, states = self.memory.view(place)
-                self._check_alive(place, rank, where)
+                self._check_alive(place, where)
                 if move.waits and move.waits[number]:
                     while not (states == _PACKET).all():
-                        what = f"{where}, which waits for packets in {_quote_names(place)}"
-                        yield ("cells", place.rank, place.buffer), what
+                        place_words = f"{where}, which waits for packets in {_quote_names(place)}"
+                        yield ("cells", place.rank, place.buffer), place_words
                 elif not (states == _PLAIN).all():
-                    found = "packets" if (states == _PACKET).any() else "what nobody has written yet"
+                    found = "packets" if (states == _PACKET).any() else "cells that are not written yet"
                     _refuse(where, f"reads {found} in {_quote_names(place)}")
             total = values.copy() if total is None else total + values
         if total is None:
@@ -455,7 +420,7 @@ class ProgramRun:
                 held.append(total)
                 self._wake(("fifo", place.number))
                 continue
-            self._check_alive(place, rank, where)
+            self._check_alive(place, where)
             values, states = self.memory.view(place)
             values[:] = total
             marked = bool(move.marks) and move.marks[number]
@@ -463,32 +428,32 @@ class ProgramRun:
             if marked:
                 self._wake(("cells", place.rank, place.buffer))
 
-    def _check_alive(self, region: CellRegion, rank: int, where: str) -> None:
-        """Refuse to touch what belongs to a caller at the time."""
+    def _check_alive(self, region: CellRegion, where: str) -> None:
+        """Refuse to touch a buffer that belongs to a caller at the time."""
         if region.buffer == "s":
             return
         if not self._begun[region.rank]:
             _refuse(where, f"touches the {_quote_names(region)} before its kernel may have begun")
-        if not self._left[region.rank]:
+        if not self._running[region.rank]:
             _refuse(where, f"touches the {_quote_names(region)} when its kernel may have ended")
 
     def _check_end(self) -> None:
-        """Nothing waits, and nothing is left for the next call."""
-        stuck = [number for number in sorted(self._tasks) if number not in self._servants]
+        """Raise unless every task has ended, every queue is empty and every counter has its initial value."""
+        stuck = [number for number in sorted(self._tasks) if number not in self._proxies]
         if stuck:
             others = f"; so do {len(stuck) - 1} more blocks" if len(stuck) > 1 else ""
-            raise PlanError(f"{self._waiting[stuck[0]]}, waits for ever{others}")
+            raise PlanError(f"{self._waiting[stuck[0]]}, waits forever{others}")
         for number, held in sorted(self._held.items()):
             if held:
                 raise PlanError(
                     f"{len(held)} chunks that are sent to gpu {self.program.fifos[number][0]} are never received"
                 )
         for number, (first, name) in sorted(self.program.counters.items()):
-            left = self._counters[number] - first
-            if left:
-                what = f"{left} more" if left > 0 else f"{-left} fewer"
+            excess = self._counters[number] - first
+            if excess:
+                times = f"{excess} more" if excess > 0 else f"{-excess} fewer"
                 raise PlanError(
-                    f"{name} is sent {what} times than it is waited for; the next call would take it"
+                    f"{name} is sent {times} times than it is waited for; the next call would take it"
                 )
 
 

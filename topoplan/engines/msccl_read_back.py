@@ -1,11 +1,11 @@
-"""Read an MSCCL algorithm (XML) from any source, check the limits of the runtimes, and run it in and out of place.
+"""Parse an MSCCL algorithm (XML) from any source, check the limits of the runtimes, and run it in and out of place.
 
-The attributes follow the readers ``src/graph/topo.cc`` of MSCCL and ``src/misc/msccl/msccl_parser.cc`` of RCCL.
+The attributes follow the parsers ``src/graph/topo.cc`` of MSCCL and ``src/misc/msccl/msccl_parser.cc`` of RCCL.
 
 The interpreter of the runtime (``msccl_interpreter.h``) goes through all steps for a slice of every chunk, then for the
-next slice. A connection has room for few slices. For small buffers all chunks of a step are one slice; for large ones a
-step goes chunk by chunk, and for larger ones chunks are divided. The largest buffer that the file is for decides how
-far, and both ends of the range are run. Nothing is shared with `topoplan.engines.msccl_write`.
+next slice. A connection holds few slices. For small buffers all chunks of a step are one slice; for large ones a
+step goes chunk by chunk, and for larger ones chunks are divided. The largest buffer of the file decides how far, and
+both ends of the range are run. Nothing is shared with `topoplan.engines.msccl_write`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from topoplan.reading.nccl.topology_elements import XmlElement, parse_xml
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 REDUCE_SCATTER_NAMES = {"MSCCL": "reduce_scatter", "RCCL": "reducescatter"}
-"""How each runtime spells the one collective that they spell differently."""
+"""Names of the one collective that the runtimes spell differently."""
 
 RCCL_NEEDS = ("minBytes", "maxBytes", "inplace", "outofplace")
-"""Attributes of <algo> without which RCCL's reader refuses a file; MSCCL's has defaults for all but inplace."""
+"""Attributes of <algo> without which RCCL's parser refuses a file; MSCCL's has defaults for all but inplace."""
 
 PROTOCOLS = ("Simple", "LL", "LL128")
 BUFFERS = ("i", "o", "s")
@@ -52,24 +52,24 @@ LIMITS = {"MSCCL": (256, 216, 32), "RCCL": (64, 64, 32)}
 
 MAX_COUNT = 71
 MAX_BLOCKS_PER_CHANNEL = 32
-"""Blocks of a GPU that send in one channel, and that receive."""
+"""Most blocks of a GPU that send in one channel, and that receive."""
 
 MAX_RANKS = 1024
 
 DEFAULT_MAX_BYTES = 1 << 27
-"""Bytes of the largest buffer where ``maxBytes`` does not say."""
+"""Bytes of the largest buffer if ``maxBytes`` is absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class MscclStep:
-    """A step of a block; ``after`` is the block and the step that it waits for."""
+    """A step of a block; ``after`` is the block and the step that it waits for, ``signals`` the flag ``hasdep``."""
 
     kind: str
     source: tuple[str, int]
     target: tuple[str, int]
     count: int
     after: tuple[int, int] | None
-    told: bool
+    signals: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class MscclGpu:
 class AlgorithmFile:
     """A whole file.
 
-    ``modes`` says for each way of calling, in place or not, whether it is meant for it, and ``refusals`` why the reader
-    of a runtime refuses the file, by the name of the runtime.
+    ``modes`` hold by in-place or not whether the file supports the call; ``refusals`` the reason why a runtime's parser
+    refuses the file, by the name of the runtime.
     """
 
     collective: str
@@ -109,13 +109,7 @@ class AlgorithmFile:
 
 
 def read_algorithm_file(text: str) -> AlgorithmFile:
-    """Read the text of an algorithm.
-
-    Raises
-    ------
-    PlanError
-        It is no XML, or an attribute is missing or of a wrong type; names the line.
-    """
+    """Parse the text of an algorithm; a PlanError names the line of an attribute that is missing or wrong."""
     try:
         root = parse_xml(text)
     except TopologyError as error:
@@ -153,7 +147,7 @@ def read_algorithm_file(text: str) -> AlgorithmFile:
 
 
 def _runtime_refusals(root: XmlElement, spelt: str) -> dict[str, str]:
-    """Why the reader of a runtime refuses what the other one takes."""
+    """Return the reasons for which one runtime's parser refuses a file that the other one takes."""
     found = {
         runtime: f"coll is {spelt}, which it spells {name}"
         for runtime, name in REDUCE_SCATTER_NAMES.items()
@@ -198,7 +192,7 @@ def _step(element: XmlElement, place: int) -> MscclStep:
         target=(_one_of(element, "dstbuf", BUFFERS), _number(element, "dstoff", -1, 1 << 20)),
         count=_number(element, "cnt", 0, 1 << 20),
         after=None if block < 0 else (block, step),
-        told=bool(_number(element, "hasdep", 0, 1)),
+        signals=bool(_number(element, "hasdep", 0, 1)),
     )
 
 
@@ -222,7 +216,7 @@ def _one_of(element: XmlElement, name: str, known: tuple[str, ...]) -> str:
 
 
 def located_steps(file: AlgorithmFile) -> Iterator[tuple[int, int, MscclThreadBlock, int, MscclStep, str]]:
-    """Every step with its GPU, its block, its number and its place in words."""
+    """Yield every step with its GPU, its block, its number and its place in words."""
     for rank, gpu in enumerate(file.gpus):
         for number, block in enumerate(gpu.blocks):
             for place, step in enumerate(block.steps):
@@ -231,13 +225,7 @@ def located_steps(file: AlgorithmFile) -> Iterator[tuple[int, int, MscclThreadBl
 
 
 def check_algorithm(file: AlgorithmFile) -> list[str]:
-    """Refuse what no runtime could read, set up or address; the runtimes that run the file.
-
-    Raises
-    ------
-    PlanError
-        Names GPU, block and step.
-    """
+    """Return the runtimes that run the file; a PlanError names GPU, block and step that none could parse or run."""
     ranks = len(file.gpus)
     inputs, outputs = {"allgather": (ranks, 1), "reduce_scatter": (1, ranks)}.get(file.collective, (1, 1))
     for rank, gpu in enumerate(file.gpus):
@@ -249,11 +237,11 @@ def check_algorithm(file: AlgorithmFile) -> list[str]:
                 )
         sent = Counter((block.send, block.channel) for block in gpu.blocks if block.send >= 0)
         got = Counter((block.receive, block.channel) for block in gpu.blocks if block.receive >= 0)
-        for what, counts in (("sends to", sent), ("receives from", got)):
+        for action, counts in (("sends to", sent), ("receives from", got)):
             for (peer, channel), count in sorted(counts.items()):
                 if count > 1 or peer == rank:
                     raise PlanError(
-                        f"gpu {rank}: {count} blocks {what} gpu {peer} in channel {channel}; one can"
+                        f"gpu {rank}: {count} blocks {action} gpu {peer} in channel {channel}; one can"
                     )
             channels = Counter(channel for _, channel in counts)
             for channel, count in sorted(channels.items()):
@@ -277,14 +265,14 @@ def check_algorithm(file: AlgorithmFile) -> list[str]:
     ]
     if not fitting:
         raise PlanError(
-            f"{steps} steps of a block, {blocks} blocks of a GPU and {file.channels} channels are more than any "
-            "runtime has room for: 256, 216 and 32 in MSCCL, 64, 64 and 32 in RCCL"
+            f"{steps} steps of a block, {blocks} blocks of a GPU and {file.channels} channels exceed the limits of all "
+            "runtimes: 256, 216 and 32 in MSCCL, 64, 64 and 32 in RCCL"
         )
-    read = [name for name in fitting if name not in file.refusals]
-    if not read:
-        told = "; ".join(f"{name}'s reader refuses it: {why}" for name, why in file.refusals.items())
-        raise PlanError(f"no runtime that has room for it reads the file: {told}")
-    return read
+    accepting = [name for name in fitting if name not in file.refusals]
+    if not accepting:
+        reasons = "; ".join(f"{name}'s parser refuses it: {reason}" for name, reason in file.refusals.items())
+        raise PlanError(f"no runtime whose limits hold the file accepts it: {reasons}")
+    return accepting
 
 
 def _check_step(file: AlgorithmFile, rank: int, block: MscclThreadBlock, step: MscclStep, where: str) -> None:
@@ -294,9 +282,9 @@ def _check_step(file: AlgorithmFile, rank: int, block: MscclThreadBlock, step: M
     if step.kind in RECEIVES and block.receive < 0:
         raise PlanError(f"{where}: receives, and its block has no peer to receive from")
     if step.kind != "nop" and not 0 < step.count <= MAX_COUNT:
-        raise PlanError(f"{where}: cnt {step.count} is none of 1 to {MAX_COUNT}")
+        raise PlanError(f"{where}: cnt must be 1 to {MAX_COUNT}, got {step.count}")
     for kinds, (buffer, offset), name in ((READS, step.source, "src"), (WRITES, step.target, "dst")):
-        # where a buffer is not there, in place, it is the other one
+        # in place, an absent buffer is the other one
         size = gpu.chunks[buffer] or (file.chunks if buffer != "s" else 0)
         if step.kind in kinds and not 0 <= offset <= size - step.count:
             raise PlanError(
@@ -305,10 +293,10 @@ def _check_step(file: AlgorithmFile, rank: int, block: MscclThreadBlock, step: M
     if step.after is not None:
         other, number = step.after
         if other >= len(gpu.blocks) or not 0 <= number < len(gpu.blocks[other].steps):
-            raise PlanError(f"{where}: waits for step {number} of block {other}, which is not there")
-        if not any(one.told for one in gpu.blocks[other].steps[number:]):
+            raise PlanError(f"{where}: waits for step {number} of block {other}, which does not exist")
+        if not any(one.signals for one in gpu.blocks[other].steps[number:]):
             raise PlanError(
-                f"{where}: waits for step {number} of block {other}, which tells nobody: hasdep is 0"
+                f"{where}: waits for step {number} of block {other}, which never signals: hasdep is 0"
             )
 
 
@@ -317,13 +305,7 @@ SLICES = {"Simple": (2 << 20, 2), "LL": (32 << 10, 8), "LL128": (500 << 10, 8)}
 
 
 def lower_algorithm(file: AlgorithmFile) -> tuple[EngineProgram, ...]:
-    """An algorithm that `check_algorithm` let pass, for small and large buffers, for each call that it is meant for.
-
-    Raises
-    ------
-    PlanError
-        Nobody is at the other end of a connection.
-    """
+    """Lower an algorithm that `check_algorithm` accepts, for small and large buffers and each call that it supports."""
     piece, _ = SLICES[file.protocol]
     # chunks of a slice and slices of a chunk, of the smallest and of the largest buffer
     together = max(1, min(MAX_COUNT, piece * file.chunks // max(1, file.largest)))
@@ -332,13 +314,13 @@ def lower_algorithm(file: AlgorithmFile) -> tuple[EngineProgram, ...]:
     return tuple(
         _program(file, in_place, chunks, cells)
         for chunks, cells in sizes
-        for in_place, meant in file.modes.items()
-        if meant
+        for in_place, supported in file.modes.items()
+        if supported
     )
 
 
 def _program(file: AlgorithmFile, in_place: bool, chunks: int, cells: int) -> EngineProgram:
-    """The program in which a slice is so many chunks, or a chunk so many slices, of a cell each."""
+    """Return the program with slices of ``chunks`` chunks, or chunks of ``cells`` slices, of a cell each."""
     ranks = len(file.gpus)
     part = file.chunks // ranks
     inputs = part if file.collective == "allgather" else file.chunks
@@ -357,17 +339,18 @@ def _program(file: AlgorithmFile, in_place: bool, chunks: int, cells: int) -> En
             aliases[rank, "o"] = ("i", rank * part * cells if file.collective == "reduce_scatter" else 0)
     fifos = _connections(file)
     counters: dict[int, tuple[int, str]] = {}
-    told: dict[tuple[int, int, int], list[int]] = {}
+    signals: dict[tuple[int, int, int], list[int]] = {}
     waits: dict[tuple[int, int, int], int] = {}
-    for rank, block, place, step, where in _dependency_counters(file):
+    for rank, block, _, place, step, where in located_steps(file):
+        if step.after is None:
+            continue
         number = len(counters)
         counters[number] = (0, where)
         waits[rank, block, place] = number
-        assert step.after is not None
         other, least = step.after
         steps = file.gpus[rank].blocks[other].steps
-        teller = next(at for at in range(least, len(steps)) if steps[at].told)
-        told.setdefault((rank, other, teller), []).append(number)
+        source = next(at for at in range(least, len(steps)) if steps[at].signals)
+        signals.setdefault((rank, other, source), []).append(number)
     bodies: dict[tuple[int, int], list[tuple[PlainInstruction, str]]] = {
         (rank, number): [] for rank, gpu in enumerate(file.gpus) for number in range(len(gpu.blocks))
     }
@@ -380,8 +363,8 @@ def _program(file: AlgorithmFile, in_place: bool, chunks: int, cells: int) -> En
         body += [
             (one, where) for one in _moves(step, rank, chunks, cells, fifos.get(own), fifos.get(from_peer))
         ]
-        if (rank, number, place) in told:
-            body.append((Signal(tuple(told[rank, number, place])), where))
+        if (rank, number, place) in signals:
+            body.append((Signal(tuple(signals[rank, number, place])), where))
     return EngineProgram(
         collective=file.collective,
         ranks=ranks,
@@ -399,16 +382,8 @@ def _program(file: AlgorithmFile, in_place: bool, chunks: int, cells: int) -> En
     )
 
 
-def _dependency_counters(file: AlgorithmFile) -> list[tuple[int, int, int, MscclStep, str]]:
-    return [
-        (rank, number, place, step, where)
-        for rank, number, _, place, step, where in located_steps(file)
-        if step.after is not None
-    ]
-
-
 def _connections(file: AlgorithmFile) -> dict[tuple[int, int, int], int]:
-    """A number for each connection that is sent over: sender, receiver and channel."""
+    """Return a number for each connection that is used: sender, receiver and channel."""
     ends = {
         (block.receive, rank, block.channel)
         for rank, gpu in enumerate(file.gpus)
@@ -432,7 +407,7 @@ def _connections(file: AlgorithmFile) -> dict[tuple[int, int, int], int]:
 def _moves(
     step: MscclStep, rank: int, chunks: int, cells: int, out: int | None, come: int | None
 ) -> list[PlainInstruction]:
-    """A step slice by slice, each followed by all threads of the block."""
+    """Return a step slice by slice, each followed by a barrier of the block's threads."""
     moves: list[PlainInstruction] = []
     for at in range(0, step.count, chunks):
         size = min(chunks, step.count - at) * cells
@@ -452,34 +427,13 @@ def _moves(
 
 
 def check_msccl(file: AlgorithmFile, *, runs: int = CHECK_RUNS) -> EngineVerdict:
-    """Check an algorithm of MSCCL, whoever wrote it.
-
-    Parameters
-    ----------
-    file : AlgorithmFile
-    runs : int
-        Interleavings to run.
-
-    Raises
-    ------
-    PlanError
-        What is wrong, with GPU, block and step.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.engines.registry import export_plan
-    >>> from topoplan.engines.msccl_read_back import read_algorithm_file
-    >>> text = export_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), "msccl-xml").text
-    >>> check_msccl(read_algorithm_file(text)).summary
-    'allreduce of 4 GPUs, in place and out of place: 2 chunks, 2 channels, 5 blocks of a GPU at most'
-    """
+    """Check an algorithm of MSCCL from any source, in ``runs`` interleavings; a PlanError names GPU, block and step."""
     fitting = check_algorithm(file)
     made = lower_algorithm(file)
     if not made:
-        raise PlanError("inplace and outofplace are both 0: the algorithm is for no call")
+        raise PlanError("inplace and outofplace are both 0: the algorithm supports no call")
     check_runs(made, runs)
-    ways = [name for meant, name in ((True, "in place"), (False, "out of place")) if file.modes[meant]]
+    ways = [name for mode, name in ((True, "in place"), (False, "out of place")) if file.modes[mode]]
     blocks = max(len(gpu.blocks) for gpu in file.gpus)
     return EngineVerdict(
         collective=file.collective,
@@ -494,10 +448,9 @@ def check_msccl(file: AlgorithmFile, *, runs: int = CHECK_RUNS) -> EngineVerdict
 
 
 def _runtimes(file: AlgorithmFile, fitting: list[str]) -> str:
-    """Which runtimes run the file, and why the reader of another one refuses it."""
-    told = f"in the limits of {' and '.join(fitting)}"
+    text = f"in the limits of {' and '.join(fitting)}"
     if "RCCL" in fitting:
-        told += "; RCCL runs such files up to the releases that carry MSCCL"
+        text += "; RCCL runs such files up to the releases that carry MSCCL"
     return "; ".join(
-        (told, *(f"{name}'s reader refuses the file: {why}" for name, why in file.refusals.items()))
+        (text, *(f"{name}'s parser refuses the file: {reason}" for name, reason in file.refusals.items()))
     )

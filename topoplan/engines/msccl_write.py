@@ -1,14 +1,14 @@
-"""A plan as an algorithm of MSCCL (XML), which MSCCL's NCCL runs, and RCCL up to the releases that still carry it.
+"""Export a plan as an algorithm of MSCCL (XML), which MSCCL's NCCL runs, and RCCL up to the releases that carry MSCCL.
 
 A thread block receives from at most one peer and sends to at most one, over one channel; a connection is one pair of
 ranks in one channel. Each direction of each tree gets a channel in which no other tree has a connection of the same
 ranks, so that blocks serve one tree each, and none waits behind another. A parent's blocks take its children one after
-another, the last one adds and sends on at once (``rrs``, ``rrcs``); on the way back the first child is served as the
-total comes (``rcs``), the others after it. Sums stand in the output, or in scratch where ranks own parts of the buffer,
-so that the caller's input stays, in place or not.
+another, the last one adds and forwards at once (``rrs``, ``rrcs``). Downwards the first child is served as the total
+comes (``rcs``), the others after it. Sums are in the output, or in scratch if ranks own parts of the buffer, so that
+the caller's input stays, in place or not.
 
 Sources: ``src/graph/topo.cc`` and ``src/collectives/device/msccl_interpreter.h`` of MSCCL, ``src/misc/msccl`` of RCCL.
-Deliberately absent: broadcast and reduce, as the file cannot say for which root it is.
+Deliberately absent: broadcast and reduce, since the file cannot name a root.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from topoplan.plans.shards import Shard, Stage
 
 @dataclass(frozen=True, slots=True)
 class MscclRuntime:
-    """What a runtime has room for: steps of a block, blocks of a GPU, channels, chunks of a step less one.
+    """Limits of a runtime: steps of a block, blocks of a GPU, channels, chunks of a step plus one.
 
-    ``reduce_scatter`` is how it spells that collective.
+    ``reduce_scatter`` is its name of that collective.
     """
 
     name: str
@@ -43,7 +43,7 @@ RUNTIMES = {
     "msccl": MscclRuntime("MSCCL 0.7", 256, 216, 32, 72, "reduce_scatter"),
     "rccl": MscclRuntime("RCCL 6 (later releases have removed MSCCL)", 64, 64, 32, 72, "reducescatter"),
 }
-"""By the names of ``--runtime``."""
+"""Runtimes by the names of ``--runtime``."""
 
 HELD_COLLECTIVES = ("allreduce", "allgather", "reduce_scatter")
 """Collectives without a root, which the file could not name."""
@@ -65,15 +65,10 @@ class _MscclBlock:
 
 
 def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT_CHOICES) -> Exported:
-    """The algorithm, with notes on what it takes and what rate it keeps.
+    """Export the algorithm, with notes on its resources and the rate that it keeps.
 
-    Raises
-    ------
-    UsageError
-        The runtime lacks the collective, or its limits do not hold the plan.
+    A UsageError says that the runtime lacks the collective, or that the plan exceeds its limits.
 
-    Examples
-    --------
     >>> import topoplan
     >>> made = msccl_algorithm(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
     >>> print(made.notes[1])
@@ -82,7 +77,7 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT_CHOICES) -> Exported:
     runtime = RUNTIMES[choices.runtime or "msccl"]
     if plan.collective not in HELD_COLLECTIVES:
         raise UsageError(
-            f"an algorithm of MSCCL cannot say for which root it is, so {plan.collective} is left out; it holds "
+            f"an algorithm of MSCCL cannot name a root, so {plan.collective} is left out; it holds "
             "allreduce, allgather and reduce_scatter"
         )
     if len(plan.ranks) < 2:
@@ -107,15 +102,15 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT_CHOICES) -> Exported:
             gpu.add(shard, start, count, up, down)
     blocks = max(len(gpu.blocks) for gpu in gpus)
     steps = max(len(block.pieces) for gpu in gpus for block in gpu.blocks)
-    for what, number, limit in (
+    for resource, number, limit in (
         ("channels", used, runtime.channels),
         ("blocks of a GPU", blocks, min(most, runtime.blocks)),
         ("steps of a block", steps, runtime.steps),
     ):
         if number > limit:
             raise UsageError(
-                f"this plan needs {number} {what}, more than the {limit} of {runtime.name}; plan fewer trees (--order "
-                "trees), or another --runtime"
+                f"this plan needs {number} {resource}, more than the {limit} of {runtime.name}; plan fewer trees "
+                "(--order trees), or another --runtime"
             )
     notes = (
         f"{kept_rate(plan, cut.kept)}; {cut.count} chunks, of which the buffer's elements have to be a multiple",
@@ -133,7 +128,7 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT_CHOICES) -> Exported:
 
 
 def _channels(shards: Sequence[Shard]) -> list[tuple[int, int]]:
-    """Channels of each shard's way up and way down, in which their connections are of no other way."""
+    """Return the channels of each shard, upwards and downwards, in which no other direction uses its connections."""
     taken: list[set[tuple[int, int]]] = []
 
     def place(connections: set[tuple[int, int]]) -> int:
@@ -171,7 +166,7 @@ class _MscclRank:
         self._part, self._scratch = part, 0
 
     def add(self, shard: Shard, start: int, count: int, up: int, down: int) -> None:
-        """The blocks for a shard, whose ways have these channels."""
+        """Add the blocks for a shard, whose directions have these channels."""
         most = self._runtime.count - 1
         pieces = [(at, min(most, count - at)) for at in range(0, count, most)]
         first = len(self.blocks)
@@ -218,7 +213,6 @@ class _MscclRank:
             self._send(receivers, down, total, total, last)
 
     def _receive(self, tree: Stage, start: int, channel: int) -> None:
-        """Take the total from the parent and hand it on."""
         parent = next(edge.parent for edge in tree.edges if edge.child == self._rank)
         children = _children(tree, self._rank)
         here = ("o", start)
@@ -248,7 +242,6 @@ class _MscclRank:
         return block
 
     def lines(self) -> list[str]:
-        """The rank in the file."""
         found = [
             f'  <gpu id="{self._rank}" i_chunks="{self._inputs}" o_chunks="{self._outputs}" '
             f's_chunks="{self._scratch}">'

@@ -1,6 +1,6 @@
-"""Read an execution plan of MSCCL++ (JSON) into records, and check its ranges, limits and channels.
+"""Parse an execution plan of MSCCL++ (JSON) into records, and check its ranges, limits and channels.
 
-The keys follow the reader of release 0.9 (``src/core/executor/execution_plan.cc``); further keys are accepted, as the
+The keys follow the parser of release 0.9 (``src/core/executor/execution_plan.cc``); further keys are accepted, as the
 engine accepts them. The engine checks only the number of operations; beyond the other limits it writes past the end of
 fixed arrays (``src/core/include/execution_common.hpp``, release 0.9). Channels must match on both sides. Nothing is
 shared with `topoplan.engines.mscclpp_write`.
@@ -20,12 +20,12 @@ CHANNELS = ("memory", "port", "switch")
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "sendrecv")
 
 MAX_RANKS = 1024
-"""Most GPUs of a plan that is read."""
+"""Largest number of GPUs of a plan that is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReference:
-    """Chunks of a local buffer, of a remote one, or of a switch channel's, whichever of the three is not None."""
+    """Chunks of a local buffer, of a remote one, or of a switch channel's: the one of the three that is not None."""
 
     buffer: str | None
     remote: int | None
@@ -36,7 +36,7 @@ class ChunkReference:
 
 @dataclass(frozen=True, slots=True)
 class MscclppOperation:
-    """An operation of a block; those of a ``pipeline`` stand in ``body``; ``sums`` unless it says another reduce_op."""
+    """An operation of a block; a ``pipeline`` has a ``body``; ``sums`` is False for another reduce_op."""
 
     name: str
     channel_type: str | None
@@ -89,17 +89,11 @@ class ExecutionPlanFile:
 
 
 def read_plan_file(text: str) -> ExecutionPlanFile:
-    """Read the text of an execution plan.
-
-    Raises
-    ------
-    PlanError
-        It is no JSON, or a key is missing or of a wrong type; names GPU, block and operation.
-    """
+    """Parse the text of an execution plan; a PlanError names GPU, block and operation of a wrong key."""
     value = parse_object(text)
     gpus = read_list(value.get("gpus"), "gpus")
     if not 0 < len(gpus) <= MAX_RANKS:
-        raise PlanError(f"gpus: {len(gpus)} GPUs are none of 1 to {MAX_RANKS}")
+        raise PlanError(f"gpus: the number of GPUs must be 1 to {MAX_RANKS}, got {len(gpus)}")
     return ExecutionPlanFile(
         name=read_text(value.get("name"), "name"),
         collective=_one_of(value.get("collective"), COLLECTIVES, "collective"),
@@ -247,7 +241,7 @@ def _references(item: object, where: str) -> tuple[ChunkReference, ...]:
 
 
 def _count(item: object, where: str, *, least: int = 0) -> int:
-    """A whole number that is not negative."""
+    """Return a whole number of ``least`` or more."""
     number = read_whole(item, where)
     if number < least:
         raise PlanError(f"{where} is {number}, and must be {least} or more")
@@ -305,24 +299,18 @@ SHAPES: dict[str, tuple[str, str]] = {
     "gstore": ("L", "S"),
     "gstorepkt": ("L", "S"),
 }
-"""What operations read and write: L local, R remote, S on a switch channel; a star: one or more of the last."""
+"""References that operations read and write: L local, R remote, S on a switch channel; a star repeats the last."""
 
 PACKETS = ("ppkt", "rppkt", "cpkt", "upkt", "repkt", "respkt", "recpkt", "recspkt", "gstorepkt")
 PAIRED = ("put", "pws", "pwsf", "get", "ppkt")
-"""Each thing read goes to the thing written at the same place in the list."""
+"""Operations that write each item read to the item at the same place in the list."""
 
 SYNCHRONISING = ("signal", "wait", "rlxsignal", "rlxwait", "flush")
 OTHER_OPERATIONS = ("nop", "barrier", "pipeline", "sem_acquire", "sem_release")
 
 
 def check_limits(plan: ExecutionPlanFile) -> None:
-    """Refuse a plan that the engine could not hold, set up or address.
-
-    Raises
-    ------
-    PlanError
-        Names GPU, block and operation.
-    """
+    """Raise a PlanError that names GPU, block and operation that the engine could not hold, set up or address."""
     _check_sizes(plan)
     for rank, gpu in enumerate(plan.gpus):
         where = f"gpu {rank}"
@@ -330,12 +318,12 @@ def check_limits(plan: ExecutionPlanFile) -> None:
             for peer in peers:
                 if peer >= len(plan.gpus) or peer == rank:
                     raise PlanError(
-                        f"{where}: a {kind} channel is connected to gpu {peer}, which is no other GPU"
+                        f"{where}: a {kind} channel is connected to gpu {peer}, which is not another GPU"
                     )
         for peer, buffer, _ in gpu.remote:
             if peer >= len(plan.gpus) or peer == rank:
                 raise PlanError(
-                    f"{where}: a remote buffer {buffer!r} is of gpu {peer}, which is no other GPU"
+                    f"{where}: a remote buffer {buffer!r} is of gpu {peer}, which is not another GPU"
                 )
         if len(gpu.semaphores) > MAX_SEMAPHORES:
             raise PlanError(f"{where}: {len(gpu.semaphores)} semaphores; the engine has {MAX_SEMAPHORES}")
@@ -349,7 +337,7 @@ def check_limits(plan: ExecutionPlanFile) -> None:
 def located_operations(
     block: MscclppThreadBlock, where: str
 ) -> Iterator[tuple[MscclppOperation, str, MscclppOperation | None]]:
-    """Every operation of a block, where it stands, and the pipeline that it stands in."""
+    """Yield every operation of a block, its place in words, and its pipeline, None outside of one."""
     for number, operation in enumerate(block.operations):
         place = f"{where}, operation {number} ({operation.name})"
         yield operation, place, None
@@ -372,7 +360,7 @@ def _check_sizes(plan: ExecutionPlanFile) -> None:
         if gpu.chunks["i"] != first["i"]:
             raise PlanError(f"gpu {rank}: {gpu.chunks['i']} input_chunks, and gpu 0 has {first['i']}")
     if plan.collective == "alltoall" and first["i"] % ranks:
-        raise PlanError(f"{first['i']} input_chunks are no multiple of {ranks} GPUs, as alltoall needs")
+        raise PlanError(f"{first['i']} input_chunks are not a multiple of {ranks} GPUs, as alltoall needs")
     if plan.least > plan.most:
         raise PlanError(
             f"min_message_size {plan.least} is above max_message_size {plan.most}: no buffer fits"
@@ -427,7 +415,7 @@ def _check_operation(
     if part >= parts:
         raise PlanError(f"{where}: its tb_id is {part}, and its group has {parts} blocks")
     if not operation.sums:
-        raise PlanError(f"{where}: its reduce_op is not sum, and the engine sums whatever it says")
+        raise PlanError(f"{where}: its reduce_op is not sum, and the engine always sums")
     if name in SYNCHRONISING:
         if kind not in ("memory", "port") or (name == "flush" and kind != "port"):
             raise PlanError(f"{where}: needs channels of another channel_type than {kind}")
@@ -442,18 +430,21 @@ def _check_operation(
     if name in ("sem_acquire", "sem_release"):
         if not operation.semaphores or len(operation.semaphores) > MAX_SEMAPHORES:
             raise PlanError(
-                f"{where}: {len(operation.semaphores)} semaphores are none of 1 to {MAX_SEMAPHORES}"
+                f"{where}: the number of semaphores must be 1 to {MAX_SEMAPHORES}, got "
+                f"{len(operation.semaphores)}"
             )
         _check_ids(operation.semaphores, len(gpu.semaphores), f"{where}: semaphore_ids")
     if name == "pipeline":
         if not operation.unit or operation.unit % 16 or operation.unit >= 1 << 32:
-            raise PlanError(f"{where}: unit_size {operation.unit} is no multiple of 16 bytes below 4 GiB")
+            raise PlanError(
+                f"{where}: unit_size must be a multiple of 16 bytes below 4 GiB, got {operation.unit}"
+            )
         if not operation.chunks or not operation.body:
-            raise PlanError(f"{where}: num_chunks is 0, or there is nothing in it: it would do nothing")
+            raise PlanError(f"{where}: num_chunks is 0, or its ops are empty: it would do nothing")
     if name in SHAPES:
         _check_references(plan, gpu, block, operation, where)
         if name in PACKETS and plan.protocol != "LL":
-            raise PlanError(f"{where}: moves packets, for which the protocol has to be LL")
+            raise PlanError(f"{where}: moves packets, which need the protocol LL")
         if name in PACKETS and loop:
             raise PlanError(f"{where}: packets are not divided by a pipeline; every turn would move all")
 
@@ -551,7 +542,7 @@ def _check_reference(
 
 
 def _check_pairs(plan: ExecutionPlanFile) -> None:
-    """As many channels of a type on one side of a pair of GPUs as on the other: the set-up waits for the rest."""
+    """Check that both sides of a pair of GPUs have as many channels of a type: the set-up waits for missing ones."""
     for kind in ("memory", "port"):
         counts = [Counter(gpu.peers[kind]) for gpu in plan.gpus]
         for rank, own in enumerate(counts):
@@ -563,21 +554,21 @@ def _check_pairs(plan: ExecutionPlanFile) -> None:
 
 
 def _check_groups(plan: ExecutionPlanFile) -> None:
-    """Every GPU of a switch group has the group, as often as the others."""
+    """Check that every GPU of a switch group has the group, as often as the others."""
     counts = [Counter((buffer, tuple(sorted(ranks))) for buffer, ranks in gpu.groups) for gpu in plan.gpus]
     for rank, own in enumerate(counts):
         for (buffer, ranks), count in sorted(own.items()):
             if rank not in ranks or len(set(ranks)) < len(ranks) or ranks[-1] >= len(plan.gpus):
-                raise PlanError(f"gpu {rank}: its switch group {list(ranks)} is no set of GPUs with it")
+                raise PlanError(f"gpu {rank}: its switch group {list(ranks)} is not a set of GPUs with it")
             for peer in ranks:
                 if counts[peer][buffer, ranks] != count:
-                    raise PlanError(f"gpu {rank}: gpu {peer} has not the switch group {list(ranks)} as often")
+                    raise PlanError(f"gpu {rank}: gpu {peer} lacks the switch group {list(ranks)} as often")
 
 
 def _check_ids(ids: Sequence[int], known: int, where: str) -> None:
     for number in ids:
         if number >= known:
-            raise PlanError(f"{where} names {number}, and there are {known}")
+            raise PlanError(f"{where} names {number}, which must be below {known}")
 
 
 def _describe_operation(kinds: str) -> str:

@@ -43,25 +43,16 @@ from topoplan.engines.verdict import CHECK_RUNS, EngineVerdict, check_runs, prog
 from topoplan.errors import PlanError
 
 MAX_CELLS = 1 << 22
-"""Most cells of all buffers together."""
+"""Largest number of cells of all buffers together."""
 
 COLLECTIVE_NAMES = {"reducescatter": "reduce_scatter"}
 
 
 def lower_execution_plan(plan: ExecutionPlanFile, *, in_step: bool = False) -> tuple[EngineProgram, ...]:
-    """A plan that `check_limits` let pass, for a buffer of several turns of every loop and for one of a single turn.
+    """Lower a plan that `check_limits` accepts, for a buffer of several turns of every loop and for one of one turn.
 
-    Parameters
-    ----------
-    plan : ExecutionPlanFile
-    in_step : bool
-        Whether the blocks of a group, which divide an operation, begin it together and end it together. The engine does
-        not make them.
-
-    Raises
-    ------
-    PlanError
-        A loop runs past what it moves, or its unit divides nothing that others move.
+    ``in_step``: the blocks of a group, which divide an operation, begin it together and end it together, which the
+    engine does not enforce. A PlanError names a loop that runs past the chunks that it moves.
     """
     operations = [one for gpu in plan.gpus for block in gpu.blocks for one in block.operations]
     loops = [one for one in operations if one.name == "pipeline"]
@@ -81,7 +72,7 @@ def lower_execution_plan(plan: ExecutionPlanFile, *, in_step: bool = False) -> t
 
 
 def _program(plan: ExecutionPlanFile, cells: int, step: int, divisor: int, in_step: bool) -> EngineProgram:
-    """The program for chunks of so many cells, of which there are ``divisor`` to ``step`` bytes; 0: loops turn once."""
+    """Return the program for chunks of so many cells, ``divisor`` to ``step`` bytes; 0: loops turn once."""
     sizes: dict[Address, int] = {}
     aliases: dict[Address, tuple[str, int]] = {}
     for rank, gpu in enumerate(plan.gpus):
@@ -95,8 +86,8 @@ def _program(plan: ExecutionPlanFile, cells: int, step: int, divisor: int, in_st
                 aliases[rank, "o"] = ("i", begin)
     if sum(sizes.values()) > MAX_CELLS:
         raise PlanError(
-            f"{sum(sizes.values())} pieces are more than the {MAX_CELLS} that are run: units of loops have next to no "
-            "common measure, or there are too many chunks"
+            f"{sum(sizes.values())} pieces are more than the {MAX_CELLS} that are run: units of loops have almost no "
+            "common divisor, or the chunks are too many"
         )
     counters = _Counters(plan)
     groups: dict[object, int] | None = {} if in_step else None
@@ -117,7 +108,7 @@ def _program(plan: ExecutionPlanFile, cells: int, step: int, divisor: int, in_st
 
 
 class _Counters:
-    """Numbers for what is signalled: each end of each channel, each semaphore."""
+    """Numbers of the counters: each end of each channel, each semaphore."""
 
     def __init__(self, plan: ExecutionPlanFile) -> None:
         self.first: dict[int, tuple[int, str]] = {}
@@ -129,8 +120,8 @@ class _Counters:
         for rank, gpu in enumerate(plan.gpus):
             for kind, peers in gpu.peers.items():
                 for number, peer in enumerate(peers):
-                    what = f"{kind} channel {number} of gpu {rank}, from gpu {peer},"
-                    self.inbound[rank, kind, number] = self._new(0, what)
+                    name = f"{kind} channel {number} of gpu {rank}, from gpu {peer},"
+                    self.inbound[rank, kind, number] = self._new(0, name)
                     ends.setdefault((rank, peer, kind), []).append(number)
                     if kind == "port":
                         self.proxies[rank, number] = len(self.proxies)
@@ -141,7 +132,7 @@ class _Counters:
                 self._opposite[rank, kind, number] = (peer, kind, other)
 
     def outbound(self, rank: int, kind: str, number: int) -> int:
-        """The counter that a signal on a channel adds to: that of its other end."""
+        """Return the counter that a signal on a channel adds to: that of its other end."""
         return self.inbound[self._opposite[rank, kind, number]]
 
     def _new(self, first: int, name: str) -> int:
@@ -169,7 +160,6 @@ class _Lowering:
         self._groups = groups
 
     def instructions(self) -> tuple[tuple[Instruction, str], ...]:
-        """All of them, each with its place."""
         found: list[tuple[Instruction, str]] = []
         for number, operation in enumerate(self._block.operations):
             where = f"gpu {self._rank}, block {self._block.number}, operation {number} ({operation.name})"
@@ -180,14 +170,14 @@ class _Lowering:
         return tuple(found)
 
     def _together(self, operation: MscclppOperation) -> list[PlainInstruction]:
-        """An operation, between two meetings with the blocks that it is divided among where they go in step."""
+        """Lower an operation; ``in_step``, between two barriers of the blocks that divide it."""
         plain = self._plain(operation)
         if self._groups is None or operation.group[1] == 1:
             return plain
         members = (self._rank, operation.name, operation.reads, operation.writes, operation.group[1])
         # the engine's own barriers have numbers from 0
-        meeting = Barrier(-1 - self._groups.setdefault(members, len(self._groups)), operation.group[1])
-        return [meeting, *plain, meeting]
+        barrier = Barrier(-1 - self._groups.setdefault(members, len(self._groups)), operation.group[1])
+        return [barrier, *plain, barrier]
 
     def _loop(self, operation: MscclppOperation, where: str) -> Loop:
         size = operation.chunks * self._cells
@@ -221,10 +211,10 @@ class _Lowering:
             case "wait" | "rlxwait":
                 return [Wait(tuple(self._counters.inbound[self._rank, kind, number] for number in ids))]
             case "signal" | "rlxsignal":
-                told = [self._counters.outbound(self._rank, kind, number) for number in ids]
+                counters = [self._counters.outbound(self._rank, kind, number) for number in ids]
                 if kind == "memory":
-                    return [Signal(tuple(told))]
-                pairs = enumerate(zip(ids, told, strict=True))
+                    return [Signal(tuple(counters))]
+                pairs = enumerate(zip(ids, counters, strict=True))
                 return [Post(self._proxy(number), at, Signal((one,))) for at, (number, one) in pairs]
             case "flush":
                 return [Flush(tuple(self._proxy(number) for number in ids))]
@@ -234,7 +224,7 @@ class _Lowering:
         return list(moves)
 
     def _posted(self, name: str, moves: Sequence[Move], ids: Sequence[int]) -> list[PlainInstruction]:
-        """Puts over port channels: a thread for each hands the move to the channel's proxy."""
+        """Lower puts over port channels: a thread for each posts the move to the channel's proxy."""
         found: list[PlainInstruction] = []
         if name == "rppkt":
             # all threads see all packets before any is sent
@@ -243,8 +233,8 @@ class _Lowering:
         for thread, (move, number) in enumerate(zip(moves, ids, strict=True)):
             found.append(Post(self._proxy(number), thread, move))
             if name in ("pws", "pwsf"):
-                told = self._counters.outbound(self._rank, "port", number)
-                found.append(Post(self._proxy(number), thread, Signal((told,))))
+                counter = self._counters.outbound(self._rank, "port", number)
+                found.append(Post(self._proxy(number), thread, Signal((counter,))))
         if name == "pwsf":
             found.append(Flush(tuple(self._proxy(number) for number in ids)))
         return found
@@ -253,7 +243,7 @@ class _Lowering:
         return self._counters.proxies[self._rank, number]
 
     def _moves(self, operation: MscclppOperation) -> list[Move]:
-        """What is added up and where it goes; copies to several places are several moves."""
+        """Return the sums and their targets; copies to several places are several moves."""
         name = operation.name
         reads = [self._regions(one, operation) for one in operation.reads]
         writes = [self._regions(one, operation) for one in operation.writes]
@@ -275,7 +265,7 @@ class _Lowering:
         return [Move(sources, targets, waits, marks)]
 
     def _regions(self, reference: ChunkReference, operation: MscclppOperation) -> list[CellRegion]:
-        """Where a reference is: one place, or one on each GPU of a switch group."""
+        """Return the regions of a reference: one, or one on each GPU of a switch group."""
         if reference.buffer is not None:
             places = [(self._rank, reference.buffer)]
         elif reference.remote is not None:
@@ -294,7 +284,7 @@ class _Lowering:
 def _packets(
     name: str, kind: str | None, reads: int, writes: int
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Which of the things read and written are packets; both empty where none is."""
+    """Return whether each item read, and each item written, is a packet; both empty if none is."""
     if name not in PACKETS:
         return (), ()
     match name:
@@ -311,21 +301,8 @@ def _packets(
 
 
 def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> EngineVerdict:
-    """Check an execution plan of MSCCL++, whoever wrote it.
+    """Check an execution plan of MSCCL++ from any source, in ``runs`` interleavings; a PlanError names the operation.
 
-    Parameters
-    ----------
-    plan : ExecutionPlanFile
-    runs : int
-        Interleavings to run.
-
-    Raises
-    ------
-    PlanError
-        What is wrong, with GPU, block and operation.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.engines.registry import export_plan
     >>> from topoplan.engines.mscclpp_read import read_plan_file
@@ -339,13 +316,13 @@ def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> 
     try:
         root = check_runs(made, runs)
     except PlanError as error:
-        # blocks that divide an operation are held together by nothing; files that rely on it run by luck
+        # the engine does not synchronise blocks that divide an operation; files that rely on it run by luck
         if not any(one.group[1] > 1 for one in _operations(plan)):
             raise
         made = lower_execution_plan(plan, in_step=True)
         root = check_runs(made, runs)
         notes.append(
-            "warning: right only where blocks that divide an operation keep in step, and nothing sees to it: "
+            "warning: right only if blocks that divide an operation keep in step, which the engine does not enforce: "
             f"otherwise {error}"
         )
     names = Counter(one.name for one in _operations(plan))
@@ -356,7 +333,7 @@ def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> 
             "every packet carries its flag, so the wires carry twice the bytes that are counted here"
         )
     if any(gpu.groups for gpu in plan.gpus):
-        notes.append("what switches copy and add is not in the loads of links")
+        notes.append("the loads of links do not include copies and additions in switches")
     chunks = max(plan.gpus[0].chunks["i"], plan.gpus[0].chunks["o"])
     return EngineVerdict(
         collective=COLLECTIVE_NAMES.get(plan.collective, plan.collective),

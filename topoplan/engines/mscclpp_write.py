@@ -1,13 +1,13 @@
 """Write a plan as an execution plan of MSCCL++ (JSON): tasks in thread blocks within the engine's limits.
 
-The executor runs packed trees inside a server as they are: a thread block of a GPU reads its children's sums and writes
-on, in one pass, unit by unit. Between servers its proxies send over NICs. The format is that of release 0.9 as its
-source reads it (``src/core/executor/execution_plan.cc``); it has no document and no version. Data stay in place: in the
-input of allreduce, broadcast and reduce_scatter, in the output of allgather; an all-to-all goes from input to output.
-A block takes several tasks of one direction in the order of their shards, in one loop; leaves share blocks. Limits are
-those of release 0.9 (``src/core/include/execution_common.hpp``), few of which the engine checks. Deliberately absent:
-reduce, which the engine lacks, and switches that copy and add beyond stars in one server: there the GPUs do the work,
-and the rate that remains says so.
+The executor runs packed trees inside a server as they are: a thread block of a GPU reads its children's sums and
+forwards them in one pass, unit by unit. Between servers its proxies send over NICs. The format is that of release 0.9
+as its source parses it (``src/core/executor/execution_plan.cc``); it has no document and no version. Data stay in
+place: in the input of allreduce, broadcast and reduce_scatter, in the output of allgather; an all-to-all goes from
+input to output. A block takes several tasks of one direction in the order of their shards, in one loop; leaves share
+blocks. Limits are those of release 0.9 (``src/core/include/execution_common.hpp``), few of which the engine checks.
+Deliberately absent: reduce, which the engine lacks, and switches that copy and add beyond stars in one server: there
+the GPUs do the work, and the stated rate accounts for it.
 """
 
 from __future__ import annotations
@@ -49,27 +49,21 @@ from topoplan.plans.json_values import compact
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 
 MAX_BLOCK_OPERATIONS = 64
-"""Operations of a block; a loop counts one and what is in it."""
+"""Operations of a block; a loop counts one more than its body."""
 
 MAX_BLOCK_CHANNELS = 16
 """Channels of a block, and remote buffers."""
 
-
 SUMS = ("re", "rre", "rres", "repkt", "respkt", "glres")
 
 RemoteBuffer = tuple[str, int, str]
-"""A remote buffer: the type of channel over which it is reached, its GPU, and which buffer it is."""
+"""A remote buffer: the type of channel over which it is reached, its GPU, and the letter of the buffer."""
 
 
 class MscclppBlock:
-    """The operations of one thread block.
+    """The operations of one thread block, for tasks in the order of their shards with loops of one length.
 
-    Parameters
-    ----------
-    tasks : sequence of Task
-        In the order of their shards, loops of one length.
-    unit : int
-        Bytes of a chunk that one turn of the loop moves.
+    ``unit`` is the number of bytes of a chunk that one turn of the loop moves.
     """
 
     def __init__(self, tasks: Sequence[MscclppTask], unit: int) -> None:
@@ -108,29 +102,29 @@ class MscclppBlock:
 
     @property
     def remote_chunks(self) -> int:
-        """Chunks that are read from peers and written to them, or to a switch."""
+        """Return the number of chunks read from peers and written to them, or to a switch."""
         places = (place for step in (*self.before, *self.body) for place in (*step.reads, *step.writes))
         return sum(place.size for place in places if place.peer is not None or place.kind == SWITCH)
 
     @property
     def operations(self) -> int:
-        """As the engine counts them."""
+        """Return the number of operations as the engine counts them."""
         return len(self.before) + len(self.after) + (1 + len(self.body) if self.body else 0)
 
     @property
     def beyond(self) -> str:
-        """The first limit that is not held, in words; empty where all are."""
-        for what, number, most in (
+        """Describe the first limit that is exceeded; empty if none is."""
+        for resource, number, most in (
             ("operations", self.operations, MAX_BLOCK_OPERATIONS),
             ("channels", max(map(len, self.channels.values())), MAX_BLOCK_CHANNELS),
             ("remote buffers", max(map(len, self.remote.values())), MAX_BLOCK_CHANNELS),
         ):
             if number > most:
-                return f"{number} {what}, and a block of MSCCL++ has {most}"
+                return f"{number} {resource}, and a block of MSCCL++ has {most}"
         return ""
 
     def to_object(self, number: int, remote: Sequence[RemoteBuffer]) -> dict[str, object]:
-        """The block in the file; ``remote`` lists the GPU's remote buffers."""
+        """Return the block in the file; ``remote`` lists the GPU's remote buffers."""
         operations = [self._operation(step) for step in self.before]
         if self.body:
             loop = {"unit_size": self.unit, "num_chunks": self.chunks}
@@ -176,13 +170,7 @@ class MscclppBlock:
 
 
 def make_blocks(tasks: Sequence[MscclppTask], unit: int, most: int) -> list[MscclppBlock]:
-    """The blocks of a rank, at most so many.
-
-    Raises
-    ------
-    UsageError
-        The limits of the engine need more.
-    """
+    """Return the blocks of a rank, at most ``most``; a UsageError says that the limits of the engine need more."""
     groups = _leaf_blocks(tasks, unit)
     loops = [task for task in tasks if task.body or task.steps]
     if len(loops) > most - len(groups):
@@ -199,12 +187,11 @@ def make_blocks(tasks: Sequence[MscclppTask], unit: int, most: int) -> list[Mscc
 
 
 def loops_share_blocks(tasks: Sequence[MscclppTask], unit: int, most: int) -> bool:
-    """Whether loops have to share blocks."""
     return sum(bool(task.body or task.steps) for task in tasks) > most - len(_leaf_blocks(tasks, unit))
 
 
 def _leaf_blocks(tasks: Sequence[MscclppTask], unit: int) -> list[list[MscclppTask]]:
-    """The tasks without a loop, as many to a block as its channels allow."""
+    """Return the tasks without a loop, as many to a block as its channels allow."""
     groups: list[list[MscclppTask]] = []
     for task in tasks:
         if task.body or task.steps:
@@ -217,20 +204,21 @@ def _leaf_blocks(tasks: Sequence[MscclppTask], unit: int) -> list[list[MscclppTa
 
 
 def _merge_loops(loops: Sequence[MscclppTask], unit: int, most: int) -> list[list[MscclppTask]]:
-    """Loops of one direction together, in as few blocks as the limits allow and the number asks for."""
-    ways = [[task for task in loops if task.upwards is upwards] for upwards in (True, False)]
-    ways = [way for way in ways if way]
-    if most < len(ways):
+    """Merge loops of one direction into as few blocks as the limits allow and ``most`` requires."""
+    directions = [[task for task in loops if task.upwards is upwards] for upwards in (True, False)]
+    directions = [one for one in directions if one]
+    if most < len(directions):
         raise UsageError(
-            f"a rank needs {len(ways)} blocks for its loops up and down besides that of its leaves; raise --max-blocks"
+            f"a rank needs {len(directions)} blocks for its loops up and down besides that of its leaves; raise "
+            "--max-blocks"
         )
-    # the longer way first, and each at least one block
-    room = [max(1, most * len(way) // len(loops)) for way in ways]
-    room[0] += most - sum(room)
+    # the longer direction first, and each at least one block
+    counts = [max(1, most * len(one) // len(loops)) for one in directions]
+    counts[0] += most - sum(counts)
     merged: list[list[MscclppTask]] = []
-    for way, count in zip(ways, room, strict=True):
-        dealt: list[list[MscclppTask]] = [[] for _ in range(min(count, len(way)))]
-        for task in sorted(way, key=lambda task: (-_length(task), task.shard)):
+    for direction, count in zip(directions, counts, strict=True):
+        dealt: list[list[MscclppTask]] = [[] for _ in range(min(count, len(direction)))]
+        for task in sorted(direction, key=lambda task: (-_length(task), task.shard)):
             fitting = [group for group in dealt if not MscclppBlock([*group, task], unit).beyond] or dealt
             min(fitting, key=lambda group: sum(map(_length, group))).append(task)
         merged += [sorted(group, key=lambda task: task.shard) for group in dealt]
@@ -242,7 +230,7 @@ def _length(task: MscclppTask) -> int:
 
 
 def _group_operations(name: str, channels: Sequence[ChannelKey]) -> list[MscclppStep]:
-    """Signals or waits, as many of one type to an operation as it takes."""
+    """Return signals or waits, as many channels of one type to an operation as it takes."""
     found: list[MscclppStep] = []
     for kind in (MEMORY, PORT):
         own = [channel for channel in channels if channel[0] == kind]
@@ -256,16 +244,16 @@ def _split(step: MscclppStep) -> list[MscclppStep]:
 
 
 COLLECTIVE_NAMES = {"reduce_scatter": "reducescatter"}
-"""Collectives that the engine calls otherwise."""
+"""Collectives with another name in the engine."""
 
 MAX_BLOCKS = 64
-"""Most blocks of a GPU unless asked: all of a plan's must be resident at once, and a V100 holds 80."""
+"""Default for the most blocks of a GPU: all of a plan's must be resident at once, and a V100 holds 80."""
 
 MAX_BUFFER_BYTES = 1 << 32
-"""Bytes of a buffer that the engine's offsets of 32 bits do not reach."""
+"""Bytes of the smallest buffer that the engine's offsets of 32 bits do not reach."""
 
 USUAL_SIZE = 1 << 28
-"""Bytes for which the unit of the loops is chosen where no size is given."""
+"""Bytes for which the unit of the loops is chosen if no size is given."""
 
 MAX_TURNS = 65535
 """Most turns of a loop, which the engine counts in 16 bits."""
@@ -278,24 +266,12 @@ def execution_plan(
     sizes: tuple[int, int | None] = (0, None),
     usual: int = USUAL_SIZE,
 ) -> Exported:
-    """The execution plan, with notes on what it takes and what rate it keeps.
+    """Export the execution plan, with notes on its resources and the rate that it keeps.
 
-    Parameters
-    ----------
-    plan : Plan
-    choices : Choices
-    sizes : (int, int or None)
-        Bytes from which on the engine may take this file, and where it may no longer.
-    usual : int
-        Bytes for which the unit of the loops is chosen where no size is given.
+    The engine uses the file for buffers from ``sizes[0]`` bytes up to below ``sizes[1]``, None for no limit. ``usual``
+    is the size in bytes for which the unit of the loops is chosen if no size is given. A UsageError says that the
+    engine lacks the collective, or that the plan exceeds its limits.
 
-    Raises
-    ------
-    UsageError
-        The engine lacks the collective, or its limits do not hold the plan.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = execution_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
     >>> print(*found.notes, sep="\\n")
@@ -312,7 +288,7 @@ def execution_plan(
     most = MAX_BLOCKS if choices.max_blocks is None else choices.max_blocks
     found, wires = packet_tasks(plan, cut.shards) if packets else tasks(plan, cut.shards, switched=switched)
     if not packets and any(loops_share_blocks(own, unit, most) for own in found):
-        # loops share blocks only where all of them take equally many turns
+        # loops share blocks only if all of them take equally many turns
         piece = math.gcd(*(count for _, _, count in cut.shards))
         found, wires = tasks(plan, cut.shards, piece=piece, switched=switched)
     made = [make_blocks(own, unit, most) for own in found]
@@ -324,9 +300,9 @@ def execution_plan(
 
 
 def execution_plans(plans: Plans, choices: Choices = DEFAULT_CHOICES) -> Exported:
-    """A file for each range of sizes, which says the smallest and the largest that it is for; as `execution_plan`.
+    """Export a file for each range of sizes, which states its smallest and largest size; as `execution_plan`.
 
-    Where ranks exchange elements without trees, which this writes no file for, the next larger plan of trees is taken.
+    If ranks exchange elements without trees, which have no file, the next larger plan of trees is taken.
     """
     files = []
     notes = []
@@ -346,7 +322,7 @@ def execution_plans(plans: Plans, choices: Choices = DEFAULT_CHOICES) -> Exporte
 
 
 def _unit(plan: Plan, cut: Chunking, size: int) -> int:
-    """Bytes of a chunk that a turn of a loop moves: the power of two next to the model's choice for this size."""
+    """Return the bytes of a chunk that a turn of a loop moves: a power of two near the model's choice for this size."""
     turns = max(chunk_counts(pipeline(dataflow(plan)), size, None))
     wanted = max(1, size // (cut.count * turns))
     shortest = -(-MAX_BUFFER_BYTES // (cut.count * MAX_TURNS))
@@ -388,7 +364,7 @@ def _format_file(
     *,
     packets: bool,
 ) -> str:
-    """The file, a thread block to a line."""
+    """Return the file, a thread block to a line."""
     head: dict[str, object] = {
         "name": f"{plan.schedule} {plan.collective} {plan.topology.name}".replace(" ", "_"),
         "collective": COLLECTIVE_NAMES.get(plan.collective, plan.collective),
@@ -415,7 +391,7 @@ def _format_file(
 
 
 def _largest(cut: Chunking) -> int:
-    """The largest buffer in bytes: below `MAX_BUFFER_BYTES`, and a multiple of the chunks."""
+    """Return the largest buffer in bytes: below `MAX_BUFFER_BYTES`, and a multiple of the chunks."""
     step = ALIGNMENT * cut.count
     return (MAX_BUFFER_BYTES - 1) // step * step
 

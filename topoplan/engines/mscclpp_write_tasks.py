@@ -1,19 +1,19 @@
 """Derive the tasks of each rank for each shard in MSCCL++: steps, signals, and packets (LL) for small buffers.
 
 Inside a server a tree edge is one memory channel for both directions. Inner ranks work unit by unit in a loop: parents
-read their children's sums (``rre``), the root writes the total to its children as it adds (``rres``), ranks below hand
-it on (``put``). Leaves move nothing: they signal once before and are signalled once after the loop of their parent, so
-the blocks of all leaves of a rank become one. Between servers an edge is a port channel, which cannot be read: children
-put sums into scratch of the parent, which adds them (``re``); parents put the total, and children acknowledge it at the
-end. (``flush`` would do, but release 0.9 takes the number of channels to flush from ``dst_buff``.) A star through a
-switch that adds and copies is one operation of its root (``glres``, ``gstore``). Blocks of an all-to-all follow paths
-from inputs to outputs, through scratch of the relays.
+read their children's sums (``rre``), the root writes the total to its children as it adds (``rres``), ranks below
+forward it (``put``). Leaves move nothing: they signal once before and are signalled once after the loop of their
+parent, so the blocks of all leaves of a rank become one. Between servers an edge is a port channel, which cannot be
+read: children put sums into scratch of the parent, which adds them (``re``); parents put the total, and children
+acknowledge it at the end. (``flush`` would do, but release 0.9 takes the number of channels to flush from
+``dst_buff``.) A star through a switch that adds and copies is one operation of its root (``glres``, ``gstore``).
+Blocks of an all-to-all follow paths from inputs to outputs, through scratch of the relays.
 
-A rank's buffer is touched by others between its own first signal and the last that it waits for: a broadcast writes to
+Others touch a rank's buffer between its own first signal and the last that it waits for: a broadcast writes to
 children that have signalled, and reads of a reduce_scatter are acknowledged at the end.
 
 Packets carry their flags and replace signals in one server: ``ppkt`` from leaves, ``respkt`` inside the tree, ``rppkt``
-hands packets on, ``upkt`` takes data out. Each tree edge has its own place in the receiver's scratch for each
+forwards packets, ``upkt`` unpacks data. Each tree edge has its own place in the receiver's scratch for each
 direction. Packets are twice as long as their data and have no loop over units; the engine doubles the scratch.
 """
 
@@ -32,7 +32,6 @@ from topoplan.plans.shards import Shard, Stage
 MAX_REFERENCES = 8
 """Most remote buffers that one operation reads, and that it writes."""
 
-
 MEMORY, PORT, SWITCH = "memory", "port", "switch"
 
 ChannelKey = tuple[str, int]
@@ -41,10 +40,7 @@ ChannelKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Chunks of a buffer: of a peer that is reached over channels of a type, or the rank's own for a peer of None.
-
-    Over a switch those of all ranks at once, for a peer of None.
-    """
+    """Chunks of a buffer of a peer over channels of a type; None is the rank itself, over a switch all ranks."""
 
     peer: int | None
     kind: str
@@ -55,7 +51,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True)
 class MscclppStep:
-    """An operation with the channels that it names, and what it reads and writes."""
+    """An operation with the channels that it names, and the places that it reads and writes."""
 
     name: str
     channels: tuple[ChannelKey, ...] = ()
@@ -64,29 +60,18 @@ class MscclppStep:
 
 
 BARRIER = MscclppStep("nop")
-"""All threads of the block arrive before any goes on."""
+"""All threads of the block arrive before any continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class MscclppTask:
     """A rank's part in one shard, in one direction.
 
-    Parameters
-    ----------
-    shard : int
-        Blocks take their tasks in this order, on every rank; so no two wait for each other.
-    upwards : bool
-        Whether data run to the root: blocks do not mix directions, as a unit would wait for its own way back.
-    chunks : int
-        Chunks that a unit is taken from.
-    announce, expect : tuple of Channel
-        Channels to signal, and to wait for, before the loop.
-    body : tuple of Step
-        The loop over units; empty for leaves.
-    release, finish, confirm : tuple of Channel
-        Channels to signal, to wait for, and to signal then, after it.
-    steps : tuple of Step
-        What is done once, in place of a loop.
+    Blocks take their tasks in the order of ``shard`` on every rank, so no two wait for each other, and do not mix
+    directions (``upwards`` is to the root), as a unit would wait for its own return. ``chunks`` are those of which a
+    turn moves a unit. ``announce`` and ``expect`` are channels to signal, and to wait for, before the loop ``body``,
+    which leaves lack; ``release``, ``finish`` and ``confirm`` to signal, to wait for, and to signal then, after it.
+    ``steps`` run once, in place of a loop.
     """
 
     shard: int
@@ -115,11 +100,10 @@ class RankChannels:
         self._landings: dict[tuple[int, int, int], int] = {}
 
     def kind(self, one: int, other: int) -> str:
-        """The type of channel between two ranks."""
         return MEMORY if self._servers[one] == self._servers[other] else PORT
 
     def add(self, shard: int, parent: int, child: int, landing: int) -> None:
-        """A channel for an edge, unless it has one, and scratch of the parent for so many chunks of the child."""
+        """Add a channel for an edge, unless it has one, and ``landing`` chunks of the parent's scratch."""
         kind = self.kind(parent, child)
         if (shard, parent, child) not in self._numbers:
             ends = len(self.peers[parent][kind]), len(self.peers[child][kind])
@@ -131,20 +115,19 @@ class RankChannels:
             self.scratch[parent] += landing
 
     def down(self, shard: int, parent: int, children: Sequence[int]) -> tuple[ChannelKey, ...]:
-        """The parent's channels to its children."""
         return tuple((self.kind(parent, child), self._numbers[shard, parent, child][0]) for child in children)
 
     def up(self, shard: int, child: int, parent: int) -> tuple[ChannelKey, ...]:
-        """The child's channel to its parent."""
+        """Return the child's channel to its parent."""
         return ((self.kind(parent, child), self._numbers[shard, parent, child][1]),)
 
     def landing(self, shard: int, parent: int, child: int) -> int:
-        """The first chunk of the parent's scratch where a child's sums land."""
+        """Return the first chunk of the parent's scratch for a child's sums."""
         return self._landings[shard, parent, child]
 
 
 class StageTree:
-    """One stage: who is above and below whom."""
+    """The tree of one stage: parent and children of each rank."""
 
     def __init__(self, stage: Stage) -> None:
         self.root = stage.root
@@ -156,7 +139,7 @@ class StageTree:
             self.children.setdefault(edge.parent, []).append(edge.child)
 
     def below(self, rank: int, *, leaves: bool) -> list[int]:
-        """The children that are leaves, or those that are not."""
+        """Return the children that are leaves, or the others."""
         return [child for child in self.children.get(rank, []) if (child not in self.children) == leaves]
 
 
@@ -167,22 +150,10 @@ def tasks(
     piece: int | None = None,
     switched: bool = False,
 ) -> tuple[list[list[MscclppTask]], RankChannels]:
-    """The tasks of every rank, by shard, and the channels.
+    """Return the tasks of every rank, by shard, and the channels; ``shards`` have first chunk and number of chunks.
 
-    Parameters
-    ----------
-    plan : Plan
-    shards : sequence of (Shard, int, int)
-        With first chunk and number of chunks.
-    piece : int or None
-        Chunks that one operation moves, where loops of shards of different sizes are to be of one length.
-    switched : bool
-        Whether switches do what they can (`by_switch`).
-
-    Raises
-    ------
-    UsageError
-        The collective, or the order of the stages, is none that can be written.
+    ``piece`` is the number of chunks that one operation moves, if loops of shards of different sizes are to be of one
+    length. ``switched``: switches add and copy (`by_switch`). A UsageError refuses a collective or order of stages.
     """
     wires = RankChannels([plan.topology.device(name).server for name in plan.ranks])
     found: list[list[MscclppTask]] = [[] for _ in plan.ranks]
@@ -201,11 +172,11 @@ def tasks(
 
 
 Layout = Callable[[int, int], tuple[str, int]]
-"""Where a rank has a chunk of a shard: the buffer, and the number of the chunk there."""
+"""Returns the buffer of a rank that holds a chunk of a shard, and the number of the chunk there."""
 
 
 def _layout(plan: Plan, shard: Shard, start: int, count: int, total: int, wires: RankChannels) -> Layout:
-    """Where ranks have the chunks of a shard: in place, or of an all-to-all in input, scratch of relays and output."""
+    """Return the places of a shard: in place, or for an all-to-all in input, scratch of relays and output."""
     if plan.collective != ALL_TO_ALL:
         buffer = "o" if plan.collective == "allgather" else "i"
         return lambda _, index: (buffer, index)
@@ -223,7 +194,7 @@ def _layout(plan: Plan, shard: Shard, start: int, count: int, total: int, wires:
 
 
 def by_switch(plan: Plan) -> bool:
-    """Whether every shard is a star in one server through switches that do its work: add and copy, or copy."""
+    """Return whether every shard is a star in one server through switches that add and copy, or copy."""
     fabric = Fabric(plan.topology, plan.channels)
     able = fabric.copying & fabric.adding if plan.collective == "allreduce" else fabric.copying
     servers = {plan.topology.device(name).server for name in plan.ranks}
@@ -237,7 +208,6 @@ def by_switch(plan: Plan) -> bool:
 
 
 def shard_trees(plan: Plan, shard: Shard) -> tuple[StageTree | None, StageTree | None]:
-    """The reduce tree and the broadcast tree of a shard."""
     if plan.collective == "reduce":
         raise UsageError(
             "MSCCL++ has no reduce; it runs allreduce, broadcast, allgather, reduce_scatter and alltoall"
@@ -269,14 +239,14 @@ class _ShardTasks:
         self._reduce, self._broadcast, self._wires = reduce, broadcast, wires
 
     def tasks(self) -> Iterator[MscclppTask]:
-        """What the rank does: upwards, downwards, and what it only has to announce and to wait for."""
+        """Yield the rank's tasks: upwards, downwards, and those without a loop."""
         if self._reduce:
             yield from self._up(self._reduce, self._broadcast)
         if self._broadcast:
             yield from self._down(self._broadcast)
 
     def switched(self) -> Iterator[MscclppTask]:
-        """The root has the switch do it when all are there, and tells them when it is done."""
+        """Yield the task of a rank; the root has the switch work once all have signalled, and signals the end."""
         tree = self._broadcast
         assert tree is not None
         size = self._pieces[0][1]
@@ -295,17 +265,17 @@ class _ShardTasks:
         yield MscclppTask(self._shard, True, size, (), children, tuple(body), children)
 
     def _up(self, tree: StageTree, back: StageTree | None) -> Iterator[MscclppTask]:
-        """Add what the children have, hand it to the parent; the root hands the total down."""
+        """Add the children's sums and pass them to the parent; the root passes the total down."""
         rank, size = self._rank, self._pieces[0][1]
         above = self._above(tree)
         children = tree.children.get(rank, [])
-        # without a way back, parents say at the end that they have read everything
+        # without a broadcast, parents signal at the end that they have read everything
         done = () if back else self._to(children)
         over = () if back else above
         if not children and above[0][0] == MEMORY:
             yield MscclppTask(self._shard, True, size, above, (), (), (), over)
             return
-        # a leaf is ready once and for all, but for what comes over a port unit by unit
+        # a leaf is ready once and for all, except for data over a port unit by unit
         at_once = [child for child in tree.below(rank, leaves=True) if self._kind(child) == MEMORY]
         in_turn = [child for child in children if child not in at_once]
         body = [*_wait_steps(self._to(in_turn)), *self._sums(children)]
@@ -346,14 +316,14 @@ class _ShardTasks:
             yield BARRIER
 
     def _shared_total(self, near: Sequence[int]) -> list[int]:
-        """The children to which the root writes the total as it adds: those in its server, as many as fit."""
+        """Return the children to which the root writes the total as it adds: those in its server, as many as fit."""
         back = self._broadcast
         if not (near and back and self._rank == back.root):
             return []
         return [child for child in back.children[self._rank] if self._kind(child) == MEMORY][:MAX_REFERENCES]
 
     def _hand_down(self, tree: StageTree, *, added: bool) -> Iterator[MscclppStep]:
-        """Put what the rank has to its children, but for those to which the last sum was written."""
+        """Put the rank's data to its children, except to the children that got the last sum."""
         children = tree.children[self._rank]
         near = [child for child in children if self._kind(child) == MEMORY][MAX_REFERENCES if added else 0 :]
         for index, count in self._pieces:
@@ -365,9 +335,9 @@ class _ShardTasks:
         for index, count in self._pieces:
             for child in children:
                 if self._kind(child) == PORT:
-                    tells = child in inner and index == self._pieces[-1][0]
+                    signals = child in inner and index == self._pieces[-1][0]
                     own, there = self._own(index, count), self._at(child, index, count)
-                    yield MscclppStep("pws" if tells else "put", self._to([child]), (own,), (there,))
+                    yield MscclppStep("pws" if signals else "put", self._to([child]), (own,), (there,))
         yield from _signal_steps(self._to([child for child in inner if self._kind(child) == MEMORY]))
 
     def _down(self, tree: StageTree) -> Iterator[MscclppTask]:
@@ -379,7 +349,7 @@ class _ShardTasks:
             yield MscclppTask(self._shard, False, size, body=tuple(self._kept()))
             return
         above = self._above(tree)
-        # where nothing ran upwards, children say first that their buffer may be written to
+        # if nothing ran upwards, children first signal that their buffer may be written to
         ready = () if self._reduce else above
         children = tree.children.get(rank, [])
         come = above if above and above[0][0] == PORT else ()
@@ -399,7 +369,6 @@ class _ShardTasks:
             yield MscclppStep("copy", (), (there,), (ChunkPlace(None, MEMORY, "o", there.index, count),))
 
     def _far(self, tree: StageTree) -> list[int]:
-        """The children on other servers."""
         return [child for child in tree.children[self._rank] if self._kind(child) == PORT]
 
     def _kind(self, peer: int) -> str:
@@ -409,7 +378,7 @@ class _ShardTasks:
         return self._wires.down(self._shard, self._rank, children)
 
     def _above(self, tree: StageTree) -> tuple[ChannelKey, ...]:
-        """The channel to the parent; none at the root."""
+        """Return the channel to the parent; none at the root."""
         parent = tree.parent.get(self._rank)
         return () if parent is None else self._wires.up(self._shard, self._rank, parent)
 
@@ -439,13 +408,7 @@ def _signal_steps(channels: tuple[ChannelKey, ...]) -> tuple[MscclppStep, ...]:
 def packet_tasks(
     plan: Plan, shards: Sequence[tuple[Shard, int, int]]
 ) -> tuple[list[list[MscclppTask]], RankChannels]:
-    """As `topoplan.engines.mscclpp_write_tasks.tasks`, with packets.
-
-    Raises
-    ------
-    UsageError
-        As there; the plan spans servers; a rank has more children than one operation takes.
-    """
+    """Return tasks and channels as `tasks`, with packets; the plan must not span servers."""
     if plan.collective == ALL_TO_ALL:
         raise UsageError("packets are written for trees, and blocks of an alltoall take paths; use simple")
     wires = RankChannels([plan.topology.device(name).server for name in plan.ranks])
@@ -476,14 +439,14 @@ def packet_tasks(
 
 
 class _PacketTasks:
-    """One shard: its buffer, its chunks, and where what one rank sends another lands."""
+    """Tasks of one shard: its buffer, its chunks, and the scratch for each sender and receiver."""
 
     def __init__(self, buffer: str, start: int, count: int, landings: dict[tuple[int, int], int]) -> None:
         self._own = ChunkPlace(None, MEMORY, buffer, start, count)
         self._landings, self._count = landings, count
 
     def up(self, rank: int, tree: StageTree, back: StageTree | None) -> Iterator[MscclppStep]:
-        """Add what has come to the rank's own and send it on."""
+        """Add the received packets to the rank's own data and send the sum on."""
         children = tree.children.get(rank, [])
         receivers = [tree.parent[rank]] if rank in tree.parent else []
         if back and rank == back.root:
@@ -501,7 +464,6 @@ class _PacketTasks:
         yield from self._send(rank, receivers)
 
     def down(self, rank: int, tree: StageTree, *, turns: bool) -> Iterator[MscclppStep]:
-        """Hand on what has come, and take it out; the root sends what it has, unless its sum was sent."""
         if rank == tree.root:
             if not turns:
                 yield from self._send(rank, tree.children[rank])

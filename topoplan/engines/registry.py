@@ -1,6 +1,6 @@
 """Look up export formats by name and export plans and machines to them, Graphviz included.
 
-A format is one row of `FORMATS`: its writer, what it takes, and how the file is used and seen to be used. The Graphviz
+A format is one row of `FORMATS`: its writer, its arguments, and how the file is used and seen to be used. The Graphviz
 writer draws a cluster for each stage of each shard, with data along the arrows. Readers of engine files are separate
 (`topoplan.engines.verdict`).
 """
@@ -23,19 +23,12 @@ from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.plans.plan import Plan, Plans
 
 MAX_DOT_EDGES = 20_000
-"""Edges beyond which Graphviz would not come to an end."""
+"""Largest number of edges that Graphviz can draw in reasonable time."""
 
 
 def plan_dot(plan: Plan) -> Exported:
-    """A digraph: roots are drawn double, edges are labelled with the share and the switches that they pass.
+    """Export a digraph: roots are drawn double, edges are labelled with the share and the switches that they pass.
 
-    Raises
-    ------
-    UsageError
-        There are more edges than Graphviz can draw.
-
-    Examples
-    --------
     >>> import topoplan
     >>> text = plan_dot(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])).text
     >>> print(text.splitlines()[5])
@@ -73,24 +66,12 @@ def _quote_dot(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExportFormat:
-    """A format.
+    """A format, with the line of the help.
 
-    Parameters
-    ----------
-    line : str
-        What it is, for the help.
-    of_machine : function of a Topology and the name of a server or None, or None
-        Which of several servers; None where the machine has one. None where only plans have this format.
-    of_plan : function of a Plan and Choices
-    choices : tuple of str
-        Those that it heeds.
-    of_ranges : function of Plans and Choices, or None
-        What makes a file for each range of sizes; None where one plan is all that it holds.
-    many_servers : bool
-        Whether a machine's format holds several servers.
-    use : function of Choices, or None
-        Lines that say how to have the file used and how to see that it is; ``{file}`` and ``{folder}`` stand for where
-        it is. None where no program is told of it by its environment.
+    ``of_machine`` also takes the name of one of several servers; it is None if only plans have the format.
+    ``choices`` are the options that it supports. ``of_ranges`` writes a file for each range of sizes, None if the
+    format holds one plan. ``many_servers``: it holds a machine of several servers. ``use`` returns lines on how to use
+    the file and how to see that it is used, with ``{file}`` and ``{folder}`` for its place; None without such lines.
     """
 
     line: str
@@ -176,18 +157,7 @@ FORMATS = {
 
 
 def check_format(name: str) -> str:
-    """The name of a known format.
-
-    Raises
-    ------
-    UsageError
-        It is unknown; the message lists those that are.
-
-    Examples
-    --------
-    >>> check_format("nccl-topo")
-    'nccl-topo'
-    """
+    """Return the name of a known format; the UsageError for an unknown one lists them."""
     if name not in FORMATS:
         near = difflib.get_close_matches(name, FORMATS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -196,28 +166,7 @@ def check_format(name: str) -> str:
 
 
 def export_machine(machine: TopologyLike, to: str, *, server: str | None = None) -> Exported:
-    """A machine in this format.
-
-    Parameters
-    ----------
-    machine : Topology, or what `topoplan.load` takes
-        The allocation (see `Topology.subset`).
-    to : str
-        One of `FORMATS`.
-    server : str or None
-        Which of several servers, for formats that describe one.
-
-    Raises
-    ------
-    UsageError
-        The format is unknown, or cannot hold the machine.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> export_machine(topoplan.load("dgx-1v"), "nccl-topo").text.splitlines()[-1]
-    '</system>'
-    """
+    """Export an allocation, as for `topoplan.load`, to one of `FORMATS`; ``server`` selects one of several."""
     made = FORMATS[check_format(to)].of_machine
     if made is None:
         raise UsageError(f"{to} takes a plan; make one with topoplan plan TOPO -o F.json, and export F.json")
@@ -225,22 +174,7 @@ def export_machine(machine: TopologyLike, to: str, *, server: str | None = None)
 
 
 def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exported:
-    """A plan in this format; errors as `export_machine`, and UsageError for plans by size or of several servers.
-
-    Parameters
-    ----------
-    plan : Plan or SizePlans
-    to : str
-        One of `FORMATS`.
-    choices : Choices
-        What is asked of the file; UsageError where the format cannot heed it.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> export_plan(topoplan.ring(topoplan.load("dgx-1v")), "nccl-graph").text.splitlines()[-1]
-    '</graphs>'
-    """
+    """Export a plan to one of `FORMATS`; raise for options that it does not support, and plans that it cannot hold."""
     found = FORMATS[check_format(to)]
     for field in fields(choices):
         if getattr(choices, field.name) is not None and field.name not in found.choices:
@@ -248,7 +182,7 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exp
     helped = next((one for one in plan.plans if one.helpers), None)
     if helped is not None and to != "dot":
         raise UsageError(
-            f"trees of this plan pass {helped.helpers[0]}, which is no rank, and {to} knows ranks alone; leave the "
+            f"trees of this plan pass {helped.helpers[0]}, which is not a rank, and {to} knows only ranks; leave the "
             "helpers out of the machine"
         )
     chosen = plan.plans[0] if choices.size is None else plan.at(choices.size)
@@ -270,20 +204,9 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exp
 def how_to_use(
     to: str, choices: Choices = DEFAULT_CHOICES, *, file: str = "", folder: str = ""
 ) -> tuple[str, ...]:
-    """Lines that say how to have a file of this format used, and how to see that it is.
+    """Return lines on how to use a file of this format, and how to see that it is used.
 
-    Parameters
-    ----------
-    to : str
-        One of `FORMATS`.
-    choices : Choices
-    file, folder : str
-        Where the file is, and the folder that holds it; empty where nobody knows yet.
-
-    Examples
-    --------
-    >>> how_to_use("nccl-topo", file="/etc/topo.xml")[0]
-    'to use it: export NCCL_TOPO_FILE=/etc/topo.xml (NCCL 2.6 or later, and RCCL)'
+    ``file`` and the ``folder`` that holds it are empty if they are not known yet.
     """
     use = FORMATS[check_format(to)].use
     lines = () if use is None else use(choices)

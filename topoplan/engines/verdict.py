@@ -29,28 +29,13 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.loads import full_links, rate_of_loads
 
 CHECK_RUNS = 20
-"""Runs unless asked."""
+"""Default number of runs."""
 
 
 def check_runs(programs: tuple[EngineProgram, ...], runs: int = CHECK_RUNS) -> int | None:
-    """Run programs in turn, each run with a seed of its own.
+    """Run programs of one plan, for buffers of different sizes, in turn, with seeds from 0; return a broadcast's root.
 
-    Parameters
-    ----------
-    programs : tuple of Program
-        The same plan for buffers of different sizes.
-    runs : int
-        How many runs in all, with seeds from 0.
-
-    Returns
-    -------
-    int or None
-        The root of a broadcast.
-
-    Raises
-    ------
-    PlanError
-        Of the first run that goes wrong: what went wrong where, or which rank ends with what.
+    A PlanError describes the first fault: its place, or the rank with the wrong output.
     """
     root: int | None = None
     for seed in range(runs):
@@ -60,13 +45,15 @@ def check_runs(programs: tuple[EngineProgram, ...], runs: int = CHECK_RUNS) -> i
 
 
 def _check_outputs(program: EngineProgram, memory: CellMemory) -> int | None:
-    """Compare every output with what the collective promises; the root of a broadcast."""
+    """Compare every output with the collective's definition; return the root of a broadcast."""
     outputs = [
         memory.view(CellRegion(rank, "o", 0, program.sizes[rank, "o"])) for rank in range(program.ranks)
     ]
     for rank, (_, states) in enumerate(outputs):
         if not states.all():
-            raise PlanError(f"gpu {rank} ends without {_cells(states == 0)} of its output: nobody writes it")
+            raise PlanError(
+                f"gpu {rank} ends without {_cells(states == 0)} of its output: it is never written"
+            )
     inputs = memory.inputs
     root: int | None = None
     if program.collective == "broadcast":
@@ -94,7 +81,7 @@ def _check_outputs(program: EngineProgram, memory: CellMemory) -> int | None:
 def _expected_output(
     program: EngineProgram, rank: int, inputs: list[CellNumbers], root: int | None
 ) -> CellNumbers:
-    """What the output of a rank has to be."""
+    """Return the output that the collective defines for a rank."""
     ranks = program.ranks
     match program.collective:
         case "allreduce":
@@ -110,7 +97,7 @@ def _expected_output(
             return np.concatenate([one[rank * part : (rank + 1) * part] for one in inputs])
         case "broadcast":
             return inputs[root or 0]
-    # what a rank sends goes to the next
+    # sendrecv: a rank sends to the next one
     return inputs[(rank - 1) % ranks]
 
 
@@ -136,7 +123,7 @@ def _explain_wrong_sum(
     wanted: CellNumbers,
     inputs: list[CellNumbers],
 ) -> str:
-    """Of a wrong sum, which rank's number is missing or in it twice, where it is only that."""
+    """Name the rank whose number is missing from a wrong sum, or in it twice, if that explains it."""
     if program.collective not in ("allreduce", "reduce_scatter"):
         return ""
     place = cell + (rank * values.size if program.collective == "reduce_scatter" else 0)
@@ -157,16 +144,8 @@ Traffic = dict[tuple[int, int], Fraction]
 class TrafficLoads:
     """Links under the traffic of a file.
 
-    Parameters
-    ----------
-    loads : dict from (str, str) to Fraction
-        Bytes across each link that carries any, for each byte of the buffer.
-    rate : Fraction
-        GB/s of algorithm bandwidth at which the first link is full.
-    full : tuple of (str, str)
-        Those that are full then.
-    channels : tuple of str
-        Whose links the routes take.
+    ``loads`` are bytes across each used link, for each byte of the buffer. ``rate`` is the algorithm bandwidth in GB/s
+    at which the first links, those in ``full``, are full. ``channels`` are those of the routes.
     """
 
     loads: dict[tuple[str, str], Fraction]
@@ -176,11 +155,11 @@ class TrafficLoads:
 
 
 def program_traffic(program: EngineProgram) -> Traffic:
-    """What goes from GPU to GPU; what switches add or copy is left out."""
+    """Return the traffic from GPU to GPU, without the part that switches add or copy."""
     cells: Counter[tuple[int, int]] = Counter()
     for block in program.blocks:
         for instruction, _ in block.unrolled():
-            move = instruction.what if isinstance(instruction, Post) else instruction
+            move = instruction.action if isinstance(instruction, Post) else instruction
             if not isinstance(move, Move) or move.by_switch:
                 continue
             for place in move.reads:
@@ -188,7 +167,7 @@ def program_traffic(program: EngineProgram) -> Traffic:
                     cells[place.rank, block.rank] += place.size
             for place in move.writes:
                 if isinstance(place, Fifo):
-                    # as much as the move has anywhere else: it reads or writes a buffer
+                    # the size of the move's buffer, which it reads or writes
                     size = max(one.size for one in (*move.reads, *move.writes) if isinstance(one, CellRegion))
                     cells[block.rank, program.fifos[place.number][0]] += size
                 elif place.rank != block.rank:
@@ -198,15 +177,7 @@ def program_traffic(program: EngineProgram) -> Traffic:
 
 
 def machine_loads(sent: Traffic, ranks: int, machine: Topology) -> TrafficLoads:
-    """The links of a machine under this traffic; rank i is the i-th GPU.
-
-    Raises
-    ------
-    UsageError
-        The machine has another number of GPUs.
-    InfeasibleError
-        It does not join GPUs that send.
-    """
+    """Return the loads of a machine's links under this traffic; rank i is the i-th GPU."""
     if len(machine.gpus) != ranks:
         raise UsageError(
             f"the file is for {ranks} GPUs, and {machine.name} has {len(machine.gpus)} here; choose with --gpus"
@@ -243,21 +214,10 @@ def machine_loads(sent: Traffic, ranks: int, machine: Topology) -> TrafficLoads:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """A file that does what its collective promises.
+    """A file that implements its collective.
 
-    Parameters
-    ----------
-    collective : str
-    ranks : int
-    root : int or None
-        Of a broadcast.
-    summary : str
-        Its size, in one line.
-    runs : int
-        Interleavings that were run.
-    traffic : dict from (int, int) to Fraction
-        Bytes that one GPU's data take to another, for each byte of the buffer.
-    notes : tuple of str
+    ``root`` is that of a broadcast, ``summary`` the file's size in one line, ``runs`` the interleavings that were run,
+    ``traffic`` in bytes from GPU to GPU for each byte of the buffer.
     """
 
     collective: str

@@ -1,4 +1,4 @@
-"""Read clusters: cluster JSON, format ``topoplan.cluster/1``, and regular networks by parameters.
+"""Parse clusters: cluster JSON, format ``topoplan.cluster/1``, and regular networks by parameters.
 
 ::
 
@@ -9,15 +9,15 @@
 
 ``machine`` is a name of the library, or a file: its path is relative to the cluster file. With ``"tree":
 "topology.conf"`` in its network, the servers are the nodes of Slurm's topology.conf or topology.yaml: ``nodes``, such
-as ``"node[01-08]"``, says which are of a kind of server, and a server without it takes the others. The keys of a
-server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`; every key but
-``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` may be left out. Unknown keys are refused.
+as ``"node[01-08]"``, lists the nodes of a server's kind, and a server without it takes the others. The keys of a
+server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`. All keys but
+``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` are optional. Unknown keys are refused.
 
 Regular networks are ``bcube:4,2``, ``torus:3,3``, ``fat-tree:4``; ``@10`` makes each port 10 GB/s. A host is one GPU
 with its network ports. Hosts are numbered by their digits, the first dimension in the highest place.
 
 - ``bcube:N,K``: N^K hosts of K ports and K N^(K-1) switches of N; the switch of level l joins the hosts that differ
-  in digit l alone (Guo et al., "BCube", SIGCOMM 2009).
+  only in digit l (Guo et al., "BCube", SIGCOMM 2009).
 - ``torus:A,B,…``: A B … hosts, each with a port to both neighbours in every dimension; in a dimension of two both
   ports lead to the same host.
 - ``fat-tree:K``: K^3 / 4 hosts on switches of K ports in K pods (Al-Fares et al., SIGCOMM 2008).
@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TypedDict, cast
+from typing import Any
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
@@ -41,31 +41,24 @@ from topoplan.reading.slurm import expand_hostlist
 from topoplan.units import parse_gpu_list
 
 PORT = 12.5
-"""GB/s of a port where none is given: 100 Gb/s."""
+"""Default bandwidth of a port in GB/s: 100 Gb/s."""
 
 MOST_HOSTS, LONGEST_NUMBER = 4096, 9
-"""Most hosts of a network, and digits of the longest number in its name: more is a slip of the keyboard."""
+"""Largest number of hosts, and digits of the longest number in a name: more is a typing error."""
 
 _NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[0-9]+(\.[0-9]+)?))?")
 
 
 def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
-    """A BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
+    """Return a BCube of ``ports ** levels`` hosts; ``gbps`` is GB/s of a port and direction.
 
-    Raises
-    ------
-    UsageError
-        Fewer than two ports of a switch, no level, too many hosts.
-
-    Examples
-    --------
     >>> machine = bcube(4, 2)
     >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
     (16, 8)
     """
     if ports < 2 or levels < 1:
         raise UsageError(
-            f"bcube:{ports},{levels} is none; give switches of 2 ports or more, and 1 level or more"
+            f"bcube:{ports},{levels} does not exist; give switches of 2 ports or more, and 1 level or more"
         )
     hosts = _hosts(f"bcube:{ports},{levels}", [ports] * min(levels, MOST_HOSTS))
     wires = []
@@ -78,22 +71,10 @@ def bcube(ports: int, levels: int, *, gbps: float = PORT) -> Topology:
 
 
 def torus(*sides: int, gbps: float = PORT) -> Topology:
-    """A torus of hosts; ``gbps`` is GB/s of a port and direction.
-
-    Raises
-    ------
-    UsageError
-        A side below two, too many hosts.
-
-    Examples
-    --------
-    >>> machine = torus(2, 3)
-    >>> len(machine.gpus), sorted({link.count for link in machine.links})
-    (6, [1, 2])
-    """
+    """Return a torus of hosts; ``gbps`` is GB/s of a port and direction."""
     name = "torus:" + ",".join(map(str, sides))
     if not sides or min(sides) < 2:
-        raise UsageError(f"{name[:60]} is none; give sides of 2 or more")
+        raise UsageError(f"{name[:60]} does not exist; give sides of 2 or more")
     hosts = _hosts(name, sides)
     place = {digits: number for number, digits in enumerate(hosts)}
     wires = []
@@ -108,22 +89,15 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
 
 
 def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
-    """A fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
+    """Return a fat tree of ``ports ** 3 / 4`` hosts; ``gbps`` is GB/s of a port and direction.
 
-    Raises
-    ------
-    UsageError
-        Ports that are odd or fewer than two, too many hosts.
-
-    Examples
-    --------
     >>> machine = fat_tree(4)
     >>> len(machine.gpus), len(machine.devices) - len(machine.gpus)
     (16, 20)
     """
     name = f"fat-tree:{ports}"
     if ports < 2 or ports % 2:
-        raise UsageError(f"{name} is none; give switches an even number of ports, 2 or more")
+        raise UsageError(f"{name} does not exist; give switches an even number of ports, 2 or more")
     half = ports // 2
     count = len(_hosts(name, [ports, half, half]))
     wires = [(f"gpu{host}", f"edge{host // half}", 1) for host in range(count)]
@@ -143,7 +117,7 @@ def _hosts(name: str, sides: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _network(name: str, hosts: int, wires: Sequence[tuple[str, str, int]], gbps: float) -> Topology:
-    """Hosts, the switches that wires name, in their order, and both directions of every wire."""
+    """Return a machine of hosts, the switches that wires name, in their order, and both directions of every wire."""
     gpus = [Device(f"gpu{number}", "gpu", server=f"host{number}") for number in range(hosts)]
     names = {end: None for a, b, _ in wires for end in (a, b) if not end.startswith("gpu")}
     links = [
@@ -162,22 +136,11 @@ _KINDS: dict[str, tuple[int | None, Callable[..., Topology]]] = {
 }
 
 REGULAR_NETWORK_FORMS = ("bcube:N,K", "torus:A,B,…", "fat-tree:K")
-"""How names with parameters are written; ``@GB/s`` after them is a port's bandwidth."""
+"""Patterns of names with parameters; ``@GB/s`` after them is a port's bandwidth."""
 
 
 def regular_network(name: str) -> Topology | None:
-    """The network of a name with parameters; None where it is no such name.
-
-    Raises
-    ------
-    UsageError
-        An unknown kind, a wrong number of parameters, or parameters of no network.
-
-    Examples
-    --------
-    >>> regular_network("torus:3,3@10").links[0].bandwidth
-    10.0
-    """
+    """Return the network of a name with parameters; None if the name has no parameters."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -190,12 +153,12 @@ def regular_network(name: str) -> Topology | None:
     wanted, make = _KINDS.get(found["kind"], (-1, torus))
     if wanted is not None and wanted != len(numbers):
         raise UsageError(
-            f"no network is written {name[:60]!r}; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
+            f"{name[:60]!r} is not a network; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
             "10 GB/s"
         )
     port = float(found["port"]) if found["port"] else PORT
     if not port:
-        raise UsageError(f"{name[:60]}: ports of 0 GB/s carry nothing; give more")
+        raise UsageError(f"{name[:60]}: bandwidth of a port must be above 0 GB/s, got 0; give more")
     return make(*numbers, gbps=port)
 
 
@@ -241,54 +204,17 @@ _NETWORK_KEYS = {
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
-"""Reads a machine by name or path, with the GB/s of one NVLink and one PCIe link where its text leaves them open."""
-
+"""Loads a machine by name or path, with the GB/s of one NVLink and one PCIe link, used if its text states none."""
 
 LoadTree = Callable[[str], NodeNetwork]
-"""Reads Slurm's description of a network by its path."""
-
-
-class _NetworkFields(TypedDict, total=False):
-    nic_gbps: float
-    nics: int | str
-    rails: int
-    oversubscription: float
-    leaf_size: int
-    nic_access: str
-    helpers: int
-    transport: str
-    memory_gbps: float
-    flow_gbps: float
-
-
-def is_cluster(value: object) -> bool:
-    """True for decoded JSON that says it is a cluster, of whatever version."""
-    return isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")
+"""Loads Slurm's description of a network by its path."""
 
 
 def cluster_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> Topology:
-    """Build the cluster that decoded JSON describes.
+    """Build the cluster that decoded JSON describes; ``load_tree`` loads the network that a ``tree`` names.
 
-    Parameters
-    ----------
-    value : mapping
-        `is_cluster`.
-    load_machine : callable
-        Reads the machine of a server.
-    load_tree : callable or None
-        Reads the network that a ``tree`` names.
-
-    Raises
-    ------
-    TopologyError
-        Another version, or a key that is unknown, missing or of a wrong type.
-    UsageError
-        A machine cannot be read, or a number makes no sense.
-
-    Examples
-    --------
     >>> import topoplan
     >>> two = {"format": "topoplan.cluster/1", "servers": [{"machine": "dgx-2", "count": 2}],
     ...        "network": {"nic_gbps": 100}}
@@ -299,18 +225,18 @@ def cluster_from_object(
         raise TopologyError(
             f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
         )
-    check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
-    listed = cast("list[object]", value["servers"])
-    if not listed:
+    known: Mapping[str, Any] = check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
+    if not known["servers"]:
         raise TopologyError("the cluster: servers is an empty list; list at least one")
-    network = check_keys(value["network"], _NETWORK_KEYS, (), "network")
-    entries = [
+    network: Mapping[str, Any] = check_keys(known["network"], _NETWORK_KEYS, (), "network")
+    entries: list[Mapping[str, Any]] = [
         check_keys(item, _SERVER_KEYS, ("machine",), f"servers[{number}]")
-        for number, item in enumerate(listed)
+        for number, item in enumerate(known["servers"])
     ]
+    name: str = known.get("name", "")
     if "tree" in network:
-        assert load_tree is not None, "whoever reads files reads trees"
-        return _of_nodes(entries, network, load_machine, load_tree, cast("str", value.get("name", "")))
+        assert load_tree is not None, "callers with files pass load_tree"
+        return _of_nodes(entries, network, load_machine, load_tree, name)
     servers = []
     for number, fields in enumerate(entries):
         where = f"servers[{number}]"
@@ -320,19 +246,14 @@ def cluster_from_object(
             )
         if "nic_gbps" not in fields and "nic_gbps" not in network:
             raise TopologyError(
-                f"network has no 'nic_gbps', and neither has {where}; say how fast a NIC is, in Gb/s"
+                f"neither network nor {where} has 'nic_gbps'; give the speed of a NIC in Gb/s"
             )
         try:
             servers.append(_server(fields, load_machine))
         except (TopologyError, UsageError) as error:
             raise type(error)(f"{where}: {error}") from None
-    given = cast("_NetworkFields", {key: field for key, field in network.items() if key != "kind"})
-    return cluster(
-        servers,
-        network=cast("str", network.get("kind", "switch")),
-        name=cast("str", value.get("name", "")),
-        **given,
-    )
+    given = {key: field for key, field in network.items() if key != "kind"}
+    return cluster(servers, network=network.get("kind", "switch"), name=name, **given)
 
 
 _OF_TREES = ("tree", "nic_gbps", "nics", "oversubscription", "nic_access", "transport")
@@ -340,13 +261,13 @@ _OF_NODES = ("machine", "nodes", "nvlink_gbps", "pcie_gbps")
 
 
 def _of_nodes(
-    entries: Sequence[Mapping[str, object]],
-    network: Mapping[str, object],
+    entries: Sequence[Mapping[str, Any]],
+    network: Mapping[str, Any],
     load_machine: LoadMachine,
     load_tree: LoadTree,
     name: str,
 ) -> Topology:
-    """The nodes of a tree, each of the first entry that names it, or of the one that takes the others."""
+    """Return the cluster of a tree's nodes, each of the server that names it, or of the one without nodes."""
     for where, fields, known in (
         ("network", network, _OF_TREES),
         *((f"servers[{number}]", entry, _OF_NODES) for number, entry in enumerate(entries)),
@@ -354,59 +275,38 @@ def _of_nodes(
         for key in fields:
             if key not in known:
                 raise TopologyError(f"{where}: {key} does not go with a tree; use {', '.join(known)}")
-    tree = load_tree(cast("str", network["tree"]))
+    tree = load_tree(network["tree"])
     machines: dict[str, Topology] = {}
     others: list[Topology] = []
     for fields in entries:
-        machine = load_machine(
-            cast("str", fields["machine"]),
-            cast("float | None", fields.get("nvlink_gbps")),
-            cast("float | None", fields.get("pcie_gbps")),
-        )
+        machine = load_machine(fields["machine"], fields.get("nvlink_gbps"), fields.get("pcie_gbps"))
         if "nodes" not in fields:
             others.append(machine)
             continue
-        for node in expand_hostlist(cast("str", fields["nodes"])):
+        for node in expand_hostlist(fields["nodes"]):
             if node in machines or node not in dict(tree.nodes):
                 raise TopologyError(
                     f"node {node} is {'named twice' if node in machines else 'not in the tree'}"
                 )
             machines[node] = machine
     if len(others) > 1:
-        raise TopologyError(
-            "two servers name no nodes, and only one can take those that are left; give nodes"
-        )
+        raise TopologyError("two servers name no nodes, and only one can take the remaining ones; give nodes")
     if not others and len(machines) < len(tree.nodes):
         node = next(node for node, _ in tree.nodes if node not in machines)
-        raise TopologyError(f"node {node} of the tree is of no server; add it to the nodes of one")
-    given = cast(
-        "_NetworkFields", {key: field for key, field in network.items() if key not in ("kind", "tree")}
-    )
+        raise TopologyError(f"node {node} of the tree belongs to no server; add it to the nodes of one")
     return cluster_of_nodes(
         tree,
         {node: machines[node] if node in machines else others[0] for node, _ in tree.nodes},
         name=name,
-        nic_gbps=given.get("nic_gbps"),
-        nics=given.get("nics"),
-        oversubscription=given.get("oversubscription"),
-        nic_access=given.get("nic_access", "pcie"),
-        transport=given.get("transport"),
+        **{key: field for key, field in network.items() if key != "tree"},
     )
 
 
-def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
-    machine = load_machine(
-        cast("str", fields["machine"]),
-        cast("float | None", fields.get("nvlink_gbps")),
-        cast("float | None", fields.get("pcie_gbps")),
-    )
+def _server(fields: Mapping[str, Any], load_machine: LoadMachine) -> Server:
+    machine = load_machine(fields["machine"], fields.get("nvlink_gbps"), fields.get("pcie_gbps"))
     gpus = fields.get("gpus")
-    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else cast("list[int] | None", gpus)
+    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else gpus
     server = Server(
-        machine,
-        chosen,
-        cast("int | str | None", fields.get("nics")),
-        cast("float | None", fields.get("nic_gbps")),
-        flow_gbps=cast("float | None", fields.get("flow_gbps")),
+        machine, chosen, fields.get("nics"), fields.get("nic_gbps"), flow_gbps=fields.get("flow_gbps")
     )
-    return replace(server, count=cast("int", fields.get("count", 1)))
+    return replace(server, count=fields.get("count", 1))

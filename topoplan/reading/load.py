@@ -1,9 +1,10 @@
 """Load a machine from a library name, a file, ``-`` for stdin, the text itself, or a networkx graph.
 
 Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
-with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is read
-as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml
-say how nodes are joined, but not what a node is: `load_network` reads them, and cluster JSON names them.
+with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is parsed
+as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml state how nodes are joined, but not
+what a node is: `load_network` parses them, and cluster JSON names them. Parsers of other formats than nvidia-smi's are
+imported when a text needs them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,9 @@ from topoplan.machine.named_nodes import NodeNetwork
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.machine.topology_json import decode_json, object_of_graph, topology_from_object
-from topoplan.reading.clusters import REGULAR_NETWORK_FORMS, cluster_from_object, is_cluster, regular_network
-from topoplan.reading.merge import gpu_bus_ids, merge_nvlink
-from topoplan.reading.nccl.topology_xml import UNNAMED, parse_nccl_xml
 from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
-from topoplan.reading.rocm_smi import is_rocm_smi, parse_rocm_smi
-from topoplan.reading.slurm import is_slurm, parse_slurm
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
-
 
 _FORMATS = "topology JSON, NCCL topology XML or what nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology print"
 
@@ -45,7 +40,7 @@ def load(
     socket_gbps: float | None = None,
     merge: TopologyLike | None = None,
 ) -> Topology:
-    """Read a machine.
+    """Return the machine that a name, a file, a text or a graph describes.
 
     Parameters
     ----------
@@ -53,21 +48,21 @@ def load(
         A name of the library (see `library`), a network by its parameters such as ``bcube:4,2`` or ``torus:3,3@10``
         (see `topoplan.reading.clusters`), a file, ``-`` for stdin, or the text of a description (it holds
         a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
-        ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A machine that
-        is one already is given back.
+        ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A `Topology` is
+        returned as it is.
     nvlink_gbps, pcie_gbps, socket_gbps : float, optional
-        GB/s per direction of one NVLink, of one PCIe link and between CPUs, for nvidia-smi text, which states none, and
+        GB/s per direction of one NVLink, of one PCIe link and between CPUs: for nvidia-smi text, which states none, and
         in place of NCCL's for XML.
     merge : as ``source``, optional
-        Another description of the machine: NVLinks come from there, all else from ``source`` (see
-        `topoplan.reading.merge`). ``nvlink_gbps`` is for this one then.
+        Another description of the machine: NVLinks come from it, all else from ``source`` (see
+        `topoplan.reading.merge`). ``nvlink_gbps`` then applies to it.
 
     Raises
     ------
     UsageError
-        No such name or file, a file that cannot be read, or a bandwidth where the description states its own.
+        No such name or file, a file that cannot be read, or a bandwidth for a description that states its own.
     TopologyError
-        The content is empty, binary, or no valid machine; a file's message begins with its name.
+        The content is empty, binary, or not a valid machine; a file's message begins with its name.
 
     Examples
     --------
@@ -84,7 +79,11 @@ def load(
         _check_no_rates(
             rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
         )
-        return machine if merge is None else merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
+        if merge is None:
+            return machine
+        from topoplan.reading.merge import merge_nvlink
+
+        return merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
     return load_text(
         text,
@@ -99,7 +98,7 @@ def load(
 
 
 def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
-    """Text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
+    """Return text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
     if isinstance(source, str):
         if source == "-":
             return read_text("-", "give a file"), "stdin", "stdin", ""
@@ -107,9 +106,11 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
             return source, "", "", ""
         if source in library():
             return (library_path() / f"{source}.json").read_text(encoding="utf-8"), source, source, ""
-        made = None if os.path.exists(source) else regular_network(source)
-        if made is not None:
-            return made.to_json(), source, source, ""
+        if not os.path.exists(source):
+            from topoplan.reading.clusters import regular_network
+
+            if (made := regular_network(source)) is not None:
+                return made.to_json(), source, source, ""
     path = os.fspath(source)
     if not os.path.exists(path):
         raise UsageError(_unknown(path))
@@ -128,34 +129,18 @@ def load_text(
     socket_gbps: float | None = None,
     merge: TopologyLike | None = None,
 ) -> Topology:
-    """Read a machine from its text.
+    """Return the machine that a text describes; parameters and errors are those of `load`.
 
-    Parameters
-    ----------
-    text : str
-        Topology or cluster JSON, NCCL's topology XML, or the output of ``nvidia-smi topo -m``, ``rocm-smi --showtopo``
-        or ``amd-smi topology``.
-    where : str
-        Begins an error.
-    name : str
-        Of a machine whose text has none.
-    folder : str
-        Paths in cluster JSON are relative to it.
-    single : bool
-        Refuse cluster JSON.
-    nvlink_gbps, pcie_gbps, socket_gbps, merge : optional
-        As `load`.
-
-    Raises
-    ------
-    UsageError, TopologyError
-        As `load`.
+    ``where`` begins an error, ``name`` is for a machine whose text has none, paths in cluster JSON are relative to
+    ``folder``, and ``single`` refuses cluster JSON.
     """
     if merge is None:
         rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
         return _read_machine(text, where, name, rates, folder=folder, single=single)
     if where == "stdin" and merge == "-":
         raise UsageError("stdin holds one description; give --merge a file")
+    from topoplan.reading.merge import gpu_bus_ids, merge_nvlink
+
     other = load(merge, nvlink_gbps=nvlink_gbps)
     rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
     topology = _read_machine(
@@ -175,7 +160,7 @@ def _read_machine(
     merged: bool = False,
     gpu_ids: Sequence[str] = (),
 ) -> Topology:
-    """The machine of one description; merged with another one, which knows the bus ids of its GPUs or does not."""
+    """Return the machine of one description; ``merged`` with another one, ``gpu_ids`` are that one's bus ids."""
     start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
         if not start:
@@ -184,15 +169,20 @@ def _read_machine(
             _check_no_rates(rates, "topology JSON")
             return _from_json(text, folder, single)
         if start == "<":
+            from topoplan.reading.nccl.topology_xml import UNNAMED, parse_nccl_xml
+
             topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
+        from topoplan.reading.rocm_smi import is_rocm_smi, parse_rocm_smi
+        from topoplan.reading.slurm import is_slurm
+
         if is_slurm(text):
             raise UsageError(
-                "it says how Slurm's nodes are joined, and not what a node is: topoplan order takes it with --server "
-                "dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
+                "it states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with "
+                "--server dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
             )
         if is_rocm_smi(text):
-            topology = parse_rocm_smi(text, untold=merged, known=_amd_machines, **rates)
+            topology = parse_rocm_smi(text, xgmi_optional=merged, known=_amd_machines, **rates)
         else:
             topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
@@ -202,7 +192,6 @@ def _read_machine(
 
 
 def _amd_machines() -> list[Topology]:
-    """Machines of the library with GPUs of AMD."""
     return [
         load(name)
         for name in library()
@@ -211,30 +200,12 @@ def _amd_machines() -> list[Topology]:
 
 
 def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetwork | None:
-    """Read Slurm's topology.conf or topology.yaml.
+    """Parse Slurm's topology.conf or topology.yaml, given as in `load`; None if the text is neither.
 
-    Parameters
-    ----------
-    source : str or path
-        A file, ``-`` for stdin, or the text itself.
-    which : str
-        Of several topologies in a topology.yaml the one of this name.
-
-    Returns
-    -------
-    NodeNetwork or None
-        None where the text is neither file.
-
-    Raises
-    ------
-    UsageError, TopologyError
-        As `load`.
-
-    Examples
-    --------
-    >>> load_network("SwitchName=leaf Nodes=n[1-2]\\n").nodes
-    (('n1', 'leaf'), ('n2', 'leaf'))
+    ``which`` selects one of several topologies by its name. Errors are those of `load`.
     """
+    from topoplan.reading.slurm import is_slurm, parse_slurm
+
     text, where, name, _ = _find(source)
     if not is_slurm(text):
         return None
@@ -245,32 +216,20 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
 
 
 def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
-    """Refuse bandwidths that would silently do nothing."""
+    """Refuse bandwidths that would have no effect."""
     given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
     if given:
         raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
 
 
 def library() -> tuple[str, ...]:
-    """Names of the machines that come with topoplan, sorted.
-
-    Examples
-    --------
-    >>> library()[:4]
-    ('dgx-1p', 'dgx-1v', 'dgx-2', 'dgx-a100')
-    """
+    """Return the sorted names of the machines that come with topoplan."""
     entries = (entry.name for entry in library_path().iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in entries if name.endswith(".json")))
 
 
 def library_path() -> Traversable:
-    """Folder of the library: package data in a wheel, ``topologies/`` beside the package in a checkout.
-
-    Raises
-    ------
-    UsageError
-        Neither is there: the installation is broken.
-    """
+    """Return the library's folder: package data in a wheel, ``topologies/`` beside the package in a checkout."""
     packaged = files(topoplan) / "topologies"
     if packaged.is_dir():
         return packaged
@@ -281,6 +240,8 @@ def library_path() -> Traversable:
 
 
 def _unknown(path: str) -> str:
+    from topoplan.reading.clusters import REGULAR_NETWORK_FORMS
+
     names = library()
     near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -293,16 +254,9 @@ def _unknown(path: str) -> str:
 def read_text(
     path: str, give: str = "give another file", *, decode: Callable[[bytes], str] | None = None
 ) -> str:
-    """The text of a file, or of stdin for ``-``; ``give`` ends the message where it cannot be read.
+    """Return the text of a file, or of stdin for ``-``; ``give`` ends the message if it cannot be read.
 
-    ``decode`` is `decode_text` where it is None.
-
-    Raises
-    ------
-    UsageError
-        It cannot be read.
-    TopologyError
-        Its content is no text.
+    ``decode`` is `decode_text` if it is None; its TopologyError names the file.
     """
     where = "stdin" if path == "-" else path
     if path == "-" and sys.stdin is None:
@@ -320,18 +274,7 @@ def read_text(
 
 
 def decode_text(content: bytes) -> str:
-    """The text of a file in UTF-8, or in UTF-16 with its mark.
-
-    Raises
-    ------
-    TopologyError
-        The content is no text.
-
-    Examples
-    --------
-    >>> decode_text(b"\\xff\\xfeX\\x00")
-    'X'
-    """
+    """Return the text of a file in UTF-8, or in UTF-16 with its mark; a TopologyError if it is binary."""
     mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
     try:
         text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
@@ -343,18 +286,11 @@ def decode_text(content: bytes) -> str:
 
 
 def decode_log(content: bytes) -> str:
-    """Return the text of a log, as `decode_text`, but with stray bytes replaced and runs of NUL taken out.
+    """Return the text of a log, as `decode_text`, but with stray bytes replaced and runs of NUL removed.
 
     Processes that write at once leave cut characters, rotation and shared file systems leave NULs, and PowerShell may
-    write UTF-16 without a mark.
+    write UTF-16 without a mark. More than one byte in ten that belongs to no text is a TopologyError.
 
-    Raises
-    ------
-    TopologyError
-        More than one byte in ten is none of a text.
-
-    Examples
-    --------
     >>> decode_log(b"a\\0\\0\\xffb, and many other letters"), decode_log("n1".encode("utf-16-le"))
     ('a\ufffdb, and many other letters', 'n1')
     """
@@ -374,8 +310,10 @@ def decode_log(content: bytes) -> str:
 
 def _from_json(text: str, folder: str, single: bool) -> Topology:
     value = decode_json(text)
-    if not (isinstance(value, dict) and is_cluster(value)):
+    if not (isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")):
         return _checked(value)
+    from topoplan.reading.clusters import cluster_from_object
+
     if single:
         raise TopologyError("it is a cluster; a server of a cluster must be a single machine")
 
@@ -392,14 +330,14 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
     def load_tree(name: str) -> NodeNetwork:
         found = load_network(os.path.join(folder, name))
         if found is None:
-            raise TopologyError(f"network: {name} is no topology.conf or topology.yaml of Slurm")
+            raise TopologyError(f"network: {name} is not a topology.conf or topology.yaml of Slurm")
         return found
 
     return cluster_from_object(value, load_machine, load_tree)
 
 
 def _checked(value: object) -> Topology:
-    """The machine of an object; a switch that nothing is plugged into is refused: a link to it has been forgotten."""
+    """Return the machine of an object; refuse a switch without links, which have been forgotten."""
     topology = topology_from_object(value)
     linked = {end for link in topology.links for end in (link.src, link.dst)}
     for device in topology.devices:

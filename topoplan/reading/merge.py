@@ -18,31 +18,18 @@ from topoplan.machine.topology import Device, Link, Topology, facts
 
 _ABOUT_NVLINK = re.compile("nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 
-_OF_A_GPU = ("gcn", "pci", "sm", "uuid")
-"""Facts of a GPU that do not depend on where it is plugged in."""
+_PLACELESS = ("gcn", "pci", "sm", "uuid")
+"""Facts of a GPU that do not depend on the slot it is plugged into."""
 
 ONE_SWITCH, DIFFERENT_CPUS = "one switch", "different CPUs"
 
 
 def merge_nvlink(topology: Topology, other: Topology) -> Topology:
-    """A machine with the NVLinks and NVSwitches of another description of it; the rest stays as it is.
+    """Return a machine with the NVLinks, models and facts of GPUs of another description of it.
 
-    GPUs are the same where their bus ids are, or, if a bus id is not known in both, where their numbers are.
+    NVLinks and NVSwitches of ``topology`` are replaced; models and facts are taken if it states none. GPUs are matched
+    by bus id, or by number if a bus id is missing. A UsageError says that the descriptions are of different machines.
 
-    Parameters
-    ----------
-    topology : Topology
-        The machine; NVLinks that it has are replaced.
-    other : Topology
-        Where the NVLinks are known. Models and facts of GPUs are taken from it where ``topology`` states none.
-
-    Raises
-    ------
-    UsageError
-        The descriptions are of different machines: other numbers of GPUs, other bus ids, or not one server each.
-
-    Examples
-    --------
     >>> import topoplan
     >>> boxes = topoplan.load("pcie-x8"), topoplan.load("dgx-1v")
     >>> machine = merge_nvlink(*boxes)
@@ -82,7 +69,7 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
 
 
 def _without_nvlinks(topology: Topology) -> Topology:
-    """The machine without NVLinks and NVSwitches and without the notes about them."""
+    """Return the machine without NVLinks and NVSwitches and without the notes about them."""
     gone = {device.name for device in topology.devices if device.kind == "nvswitch"}
     return replace(
         topology,
@@ -95,7 +82,7 @@ def _without_nvlinks(topology: Topology) -> Topology:
 
 
 def _matched(topology: Topology, other: Topology) -> tuple[dict[str, str], str]:
-    """Name of each GPU in the other description, and by what they were matched."""
+    """Return the name of each GPU in the other description, and the property by which they were matched."""
     here, there = topology.gpus, other.gpus
     if len(here) != len(there):
         raise UsageError(
@@ -116,19 +103,19 @@ def _matched(topology: Topology, other: Topology) -> tuple[dict[str, str], str]:
 
 
 def gpu_bus_ids(topology: Topology) -> tuple[str, ...]:
-    """Bus ids of the GPUs as the kernel writes them; empty where a description states none."""
+    """Return the bus ids of the GPUs as the kernel writes them; empty if a description states none."""
     return tuple(plain_bus_id(topology.device(gpu).busid) for gpu in topology.gpus)
 
 
-def _with_known(gpu: Device, twin: Device) -> Device:
-    """The GPU with its model and what identifies its kind, where only the other description states them."""
-    known = {key: value for key, value in twin.facts if key in _OF_A_GPU} | dict(gpu.facts)
-    return replace(gpu, model=gpu.model or twin.model, facts=facts(**known))
+def _with_known(gpu: Device, other: Device) -> Device:
+    """Return the GPU with the model and the facts of its kind that only the other description states."""
+    known = {key: value for key, value in other.facts if key in _PLACELESS} | dict(gpu.facts)
+    return replace(gpu, model=gpu.model or other.model, facts=facts(**known))
 
 
 def _nvlinks(topology: Topology, other: Topology, names: Mapping[str, str]) -> list[Link]:
-    """NVLinks under the names of the first description; one to a CPU leads to the CPU of its GPU there."""
-    cpus = {gpu: way[-1] for gpu, way in upward_paths(topology).items() if way}
+    """Return the NVLinks under the first description's names; one to a CPU leads to the CPU of its GPU there."""
+    cpus = {gpu: path[-1] for gpu, path in upward_paths(topology).items() if path}
     links = []
     for link in other.links:
         if link.channel != "nvlink":
@@ -145,24 +132,24 @@ def _nvlinks(topology: Topology, other: Topology, names: Mapping[str, str]) -> l
 
 
 def upward_paths(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Devices on the shortest way from each GPU over PCIe to a CPU, nearest first; empty where there is none."""
+    """Return the devices on the shortest path from each GPU over PCIe to a CPU, nearest first; empty without a path."""
     kinds = {device.name: device.kind for device in topology.devices}
     neighbours: dict[str, list[str]] = {}
     for link in topology.links:
         if link.channel == "pcie" and kinds[link.dst] in ("gpu", "pcie"):
             neighbours.setdefault(link.src, []).append(link.dst)
     reached = [name for name, kind in kinds.items() if kind == "cpu"]
-    ways: dict[str, tuple[str, ...]] = dict.fromkeys(reached, ())
+    paths: dict[str, tuple[str, ...]] = dict.fromkeys(reached, ())
     for device in reached:
         for below in neighbours.get(device, ()):
-            if below not in ways:
-                ways[below] = (device, *ways[device])
+            if below not in paths:
+                paths[below] = (device, *paths[device])
                 reached.append(below)
-    return {gpu: ways.get(gpu, ()) for gpu in topology.gpus}
+    return {gpu: paths.get(gpu, ()) for gpu in topology.gpus}
 
 
 def _contradictions(topology: Topology, other: Topology, same: Mapping[str, str]) -> list[str]:
-    """A note for GPUs that share a switch in one description and no CPU in the other; less may be hidden by a VM."""
+    """Return a note on GPUs that share a switch in one description and no CPU in the other; a VM may hide less."""
     here, there = upward_paths(topology), upward_paths(other)
     pairs = []
     for first, second in combinations(topology.gpus, 2):
@@ -179,9 +166,7 @@ def _contradictions(topology: Topology, other: Topology, same: Mapping[str, str]
 
 
 def relation(first: tuple[str, ...], second: tuple[str, ...]) -> str:
-    """How two GPUs with these `upward_paths` are joined over PCIe: `ONE_SWITCH`, or `DIFFERENT_CPUS`, or anything in
-    between.
-    """
+    """Return the PCIe relation of two GPUs with these `upward_paths`; empty for anything in between."""
     if not first or not second:
         return ""
     if set(first[:-1]) & set(second[:-1]):

@@ -1,11 +1,11 @@
-"""Read the table that ``nvidia-smi topo -m`` prints into checked cells; nothing is inferred here.
+"""Parse the table that ``nvidia-smi topo -m`` prints into checked cells; nothing is inferred here.
 
 Accepted: tabs or spaces, colour and underline escapes, lines that begin with #, text before and after the table, cut
 rows, tables with and without affinity columns, old codes (SOC is SYS, PSB is PIX). Each stated pair of devices has
 one code; two rows that state a pair must agree.
 
 Pages and tickets lose blanks (``NIC8NIC9``, ``NODEPXB``, ``GPU7CPU Affinity``, ``NV120-31``). A run of names or cells
-is split if one split alone fits the header, the diagonal and the other row of the pair; a note lists the runs.
+is split if exactly one split fits the header, the diagonal and the other row of the pair; a note lists the runs.
 
 The table of peer access that ``nvidia-smi topo -p2p`` prints may stand beside the matrix.
 """
@@ -35,10 +35,10 @@ _AFTER_DEVICES = ("CPU", "NUMA", "GPU")
 _AFFINITY_COLUMN = re.compile("CPU Affinity|NUMA Affinity|GPU NUMA ID")
 _NIC_LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)\s*")
 _ACCESS = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
-"""Cells of ``nvidia-smi topo -p2p``: access, and the reasons for which there is none."""
+"""Cells of ``nvidia-smi topo -p2p``: access, and the reasons for its absence."""
 
 MOST_DEVICES = 512
-"""Most columns of a table, which has their square of cells."""
+"""Largest number of columns of a table, which has their square of cells."""
 
 LONGEST_NAME = 80
 """Characters of the longest name of a column."""
@@ -51,24 +51,10 @@ _LONGEST_RUN = 4096
 class ConnectionMatrix:
     """Cells of one table.
 
-    Parameters
-    ----------
-    gpus, nics : tuple of str
-        Column names as printed, in printed order.
-    codes : dict of (str, str) to str
-        X-free code of each stated pair, under both orders: ``NV2``, or one of `pcie_tree.CODES`.
-    affinity : dict of str to str
-        CPU affinity of the GPUs that state it.
-    numa : dict of str to str
-        NUMA affinity of the GPUs that state it, such as ``0`` or ``0-1``.
-    cut : tuple of str
-        GPUs without a row of their own.
-    hardware : dict of str to str
-        Adapter that a NIC column stands for, from the NIC legend.
-    access : dict of (str, str) to str
-        Cell of two GPUs, row first, in a table of ``topo -p2p`` beside the matrix: ``OK``, or a reason.
-    notes : tuple of str
-        Lost blanks that were put back.
+    ``gpus`` and ``nics`` are column names as printed, in printed order. ``codes`` hold each stated pair under both
+    orders: ``NV2``, or one of `pcie_tree.CODES`. ``affinity`` and ``numa`` (such as ``0-1``) hold the GPUs that state
+    them; ``cut`` lists GPUs without a row. ``hardware`` names the adapter of a NIC column, from the legend. ``access``
+    holds cells of ``topo -p2p``, row first: ``OK``, or a reason. ``notes`` list lost blanks that were put back.
     """
 
     gpus: tuple[str, ...]
@@ -82,22 +68,14 @@ class ConnectionMatrix:
     notes: tuple[str, ...] = ()
 
     def nvlinks(self, first: str, second: str) -> int:
-        """NVLinks that the cell of a pair states; 0 for any other code, and where no row states it."""
+        """Return the NVLinks that the cell of a pair states; 0 for any other code, and if no row states the pair."""
         code = self.codes.get((first, second), "")
         return int(code[2:]) if code.startswith("NV") else 0
 
 
 def read_matrix(text: str) -> ConnectionMatrix:
-    """Read and check the table.
+    """Parse and check the table; a TopologyError names row, column and value.
 
-    Raises
-    ------
-    TopologyError
-        No header or no GPU row, a repeated name, a row of another length than the header, an unknown code, a lost
-        blank that several splits explain, or two rows that disagree; the message names row, column and value.
-
-    Examples
-    --------
     >>> matrix = read_matrix("     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15")
     >>> matrix.nvlinks("GPU1", "GPU0"), matrix.affinity["GPU0"]
     (2, '0-15')
@@ -116,7 +94,7 @@ def read_matrix(text: str) -> ConnectionMatrix:
         )
     for table in found[1:]:
         if repeated := [name for name in table.rows if name in found[0].rows]:
-            raise TopologyError(f"row {repeated[0]} is there twice; give one matrix")
+            raise TopologyError(f"row {repeated[0]} occurs twice; give one matrix")
     if not found or not any(name in found[0].rows for name in found[0].head.gpus):
         raise TopologyError(
             "the nvidia-smi matrix has no GPU row; give the whole output of nvidia-smi topo -m"
@@ -152,7 +130,7 @@ class _Head:
 
 @dataclass(slots=True)
 class _Table:
-    """A header and what stands below it: of each row its readings, cells and then affinities; runs that were split."""
+    """A header and the rows below it: each row's possible readings, cells and then affinities; runs that were split."""
 
     head: _Head
     rows: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -162,7 +140,7 @@ class _Table:
 
 
 def _headers(lines: Sequence[str]) -> list[_Head]:
-    """The headers of all tables: lines of names above a row; if there is none, the first line that may be one."""
+    """Return the headers of all tables: lines of names above a row, else the first line that may be one."""
     found: list[_Head] = []
     others: list[_Head] = []
     for number, line in enumerate(lines):
@@ -189,7 +167,7 @@ def _headers(lines: Sequence[str]) -> list[_Head]:
             )
         name, times = Counter(head.columns).most_common(1)[0]
         if times > 1:
-            raise TopologyError(f"column {name[:60]} is there twice in the header; names must be unique")
+            raise TopologyError(f"column {name[:60]} occurs twice in the header; names must be unique")
     return found
 
 
@@ -206,9 +184,9 @@ def _no_header(lines: Sequence[str]) -> str:
 
 
 def _names_in(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Names of a header, and the runs that were split behind a digit, at a name like another one.
+    """Return the names of a header, and the runs that were split behind a digit, at a name like another one.
 
-    GPUs that run together are not among them: old pages have all headers so.
+    GPUs that run together are not noted: old pages have all headers so.
     """
     stems = {stem[1] for word in words[:MOST_DEVICES] if (stem := _STEM.fullmatch(word[:80]))}
     begins = ("CPU", "NUMA", "NIC", "mlx", *sorted(stems)[:32])
@@ -228,7 +206,7 @@ def _names_in(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _row_begins(word: str, columns: frozenset[str]) -> tuple[str, str] | None:
-    """The name of the row that a line's first word begins, and cells that have run into it; None for other lines."""
+    """Return the row's name that a line's first word begins with, and cells that ran into it; None for other lines."""
     if word in columns:
         return word, ""
     run = _NAME_AND_CELLS.fullmatch(word) if len(word) <= _LONGEST_RUN else None
@@ -260,7 +238,7 @@ def _read_table(head: _Head, lines: Sequence[str]) -> _Table:
             table.split.append(f"{name} {run[:30]} in row {name}")
             tokens = [run, *tokens]
         if name in table.rows:
-            raise TopologyError(f"row {name} is there twice; give one matrix")
+            raise TopologyError(f"row {name} occurs twice; give one matrix")
         table.is_access = table.is_access or (not table.rows and _is_access(name, tokens, head.columns))
         if table.is_access:
             table.rows[name] = [_access_row(name, tokens, head.columns)]
@@ -270,7 +248,7 @@ def _read_table(head: _Head, lines: Sequence[str]) -> _Table:
 
 
 def _is_access(name: str, tokens: Sequence[str], columns: Sequence[str]) -> bool:
-    """Whether a row is of ``topo -p2p``: the cells of all other GPUs say whether there is access."""
+    """Return whether a row is of ``topo -p2p``: the cells of all other GPUs are among `_ACCESS`."""
     cells = [token for column, token in zip(columns, tokens, strict=False) if column != name]
     return bool(cells) and all(cell in _ACCESS for cell in cells)
 
@@ -285,7 +263,7 @@ def _access_row(name: str, tokens: Sequence[str], columns: Sequence[str]) -> lis
 
 
 def _access(tables: Sequence[_Table], head: _Head) -> dict[tuple[str, str], str]:
-    """Cells of the tables of peer access; of several, such as for reading and for NVLink, ``OK`` counts."""
+    """Return the cells of the tables of peer access; ``OK`` in one table (such as for NVLink) overrides the others."""
     found: dict[tuple[str, str], str] = {}
     gpus = set(head.gpus)
     for table in tables:
@@ -302,7 +280,7 @@ def _access(tables: Sequence[_Table], head: _Head) -> dict[tuple[str, str], str]
 
 
 def _readings(name: str, tokens: Sequence[str], table: _Table) -> list[list[str]]:
-    """The ways to read a row: two where NV12 and an affinity may be NV1 and another one, else one."""
+    """Return the possible readings of a row: two if NV12 and an affinity may be NV1 and another affinity, else one."""
     columns = table.head.columns
     row: list[str] = []
     other: list[str] = []
@@ -333,7 +311,7 @@ def _readings(name: str, tokens: Sequence[str], table: _Table) -> list[list[str]
 
 
 def _cells_in(token: str) -> tuple[list[str], str]:
-    """The codes that a word begins with, and the rest of it."""
+    """Return the codes that a word begins with, and the rest of it."""
     cells: list[str] = []
     at = 0
     while found := _CELL.match(token, at):
@@ -343,7 +321,7 @@ def _cells_in(token: str) -> tuple[list[str], str]:
 
 
 def _checked(name: str, tokens: Sequence[str], head: _Head) -> list[str]:
-    """A row with the codes of now, if they may stand where they do."""
+    """Return a row with today's codes; raise if one may not stand in its column."""
     columns = head.columns
     codes = [_OLD.get(token, token) for token in tokens[: len(columns)]]
     gpus = {column for column in columns if _GPU.fullmatch(column)}
@@ -376,7 +354,7 @@ def _checked(name: str, tokens: Sequence[str], head: _Head) -> list[str]:
 
 
 def _settled(table: _Table) -> dict[str, list[str]]:
-    """Each row as it is read; of two readings the one that the other row of the pair or other affinities confirm."""
+    """Return each row; of two readings the one that the other row of the pair or other affinities confirm."""
     columns = table.head.columns
     rows = {name: readings[0] for name, readings in table.rows.items() if len(readings) == 1}
     longest = max((len(row) for readings in table.rows.values() for row in readings), default=0)
@@ -405,7 +383,7 @@ def _settled(table: _Table) -> dict[str, list[str]]:
 
 
 def _affinity(rows: Mapping[str, Sequence[str]], head: _Head, column: str) -> dict[str, str]:
-    """What the GPUs that state it have in a column of affinity."""
+    """Return a column of affinity for the GPUs that state it."""
     found = {}
     for gpu in head.gpus:
         stated = dict(zip(head.affinities, rows.get(gpu, ())[len(head.columns) :], strict=False))

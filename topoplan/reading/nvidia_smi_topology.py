@@ -1,8 +1,8 @@
 """Convert ``nvidia-smi topo -m`` text to a Topology: NVLinks, PCIe tree, and assumptions.
 
-The text states link counts and distances, no bandwidth. `nvidia_smi_matrix` reads the table, `read_nvlinks` tells
-direct links from a switch and guesses the GPU generation, `pcie_tree` recovers switches and CPUs; bandwidths are
-added here.
+The text states link counts and distances, no bandwidth. `nvidia_smi_matrix` parses the table, `read_nvlinks`
+distinguishes direct links from a switch and infers the GPU generation, `pcie_tree` recovers switches and CPUs;
+bandwidths are added here.
 
 A cell NV# counts the links that join a pair, but behind an NVSwitch all pairs of a GPU share the same links. So the
 rule: if the NV# of some row add up to more links than any GPU has (18), the machine is switched, and a GPU has as
@@ -44,7 +44,6 @@ from topoplan.machine.notes import Note, listed, warning
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
-from topoplan.reading.nvlink_status import generation
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import counted, several
 
@@ -59,16 +58,14 @@ _ROW = re.compile(
     r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
 )
 _PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*?)\s*")
-_ALL_ALIKE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
+_ONE_TYPE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
 
 
 def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
-    """Read the names of GPUs by number, and a name that holds for all of them.
+    """Return the names of GPUs by number, and a name that holds for all of them.
 
-    Both are empty where the text states none; a GPU that is named twice keeps its first name.
+    Both are empty if the text states none; a GPU that is named twice keeps its first name.
 
-    Examples
-    --------
     >>> read_gpu_names("Python: 3.12\\nGPU 0,1: NVIDIA GB200\\nGPU 0,1 Compute Capability: 10.0\\n")
     ({0: 'NVIDIA GB200', 1: 'NVIDIA GB200'}, '')
     >>> read_gpu_names("|   0  Tesla V100-SXM2...  On   | 00000000:06:00.0 Off |    0 |")
@@ -89,7 +86,7 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
         elif found := _PRODUCT_NAME.fullmatch(line):
             numbers, name = (str(products),), found[1]
             products += 1
-        elif found := _ALL_ALIKE.fullmatch(line):
+        elif found := _ONE_TYPE.fullmatch(line):
             every = every or found[1]
         for number in numbers:
             names.setdefault(int(number), name.strip())
@@ -98,16 +95,10 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
 
 @dataclass(frozen=True, slots=True)
 class NamedGpus:
-    """What a report says of the GPUs of a matrix.
+    """Models of the GPUs of a matrix, as a report states them.
 
-    Parameters
-    ----------
-    models : mapping of str to str
-        Name by column; empty where the report names none, or does not say which column a name belongs to.
-    generation : GpuGeneration or None
-        Of the GPUs; of several the one with the slowest PCIe link. None where it is not known.
-    notes : tuple of str
-        Names that are not used.
+    ``models`` is by column; it is empty if the report names none, or does not say which column a name belongs to.
+    ``generation`` is None if it is not known; of several it is the one with the slowest PCIe link.
     """
 
     models: Mapping[str, str]
@@ -115,55 +106,37 @@ class NamedGpus:
     notes: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """The names, each once, for a note."""
         return listed(dict.fromkeys(self.models.values()), noun="names")
 
 
 def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> NamedGpus:
-    """Match the names in a report to the columns of its matrix.
+    """Match the names in a report to the columns of its matrix, such as ``GPU0``.
 
-    Parameters
-    ----------
-    text : str
-        The report.
-    gpus : sequence of str
-        Columns, such as ``GPU0``.
-    links : mapping of str to int
-        NVLinks that a GPU has at least by the matrix: a name of GPUs that have fewer is of another machine.
-
-    Examples
-    --------
-    >>> found = name_gpus("GPU 0: NVIDIA H100 80GB HBM3\\nGPU 1: NVIDIA H100 80GB HBM3", ["GPU0", "GPU1"], {})
-    >>> found.models["GPU1"], found.generation.name
-    ('NVIDIA H100 80GB HBM3', 'H100')
+    ``links`` holds the least number of NVLinks of each GPU by the matrix: a model with fewer is another machine's.
     """
     names, every = read_gpu_names(text)
     kinds = set(names.values()) or ({every} if every else set())
     if not kinds:
         return NamedGpus({})
+    from topoplan.reading.nvlink_status import generation
+
     if len(kinds) == 1:
         models = dict.fromkeys(gpus, next(iter(kinds)))
     elif all(int(gpu[3:]) in names for gpu in gpus):
         models = {gpu: names[int(gpu[3:])] for gpu in gpus}
     else:
         missing = listed(gpu for gpu in gpus if int(gpu[3:]) not in names)
-        return NamedGpus(
-            {}, None, (f"the text names {len(names)} GPUs, and not {missing}; names are not used",)
-        )
+        note = f"the text names {len(names)} GPUs, and not {missing}; names are not used"
+        return NamedGpus({}, None, (note,))
     made = {gpu: generation(model) for gpu, model in models.items()}
     few = [gpu for gpu, one in made.items() if one is not None and 0 < one.links < links.get(gpu, 0)]
     if few:
         model, most = models[few[0]], links[few[0]]
-        return NamedGpus(
-            {},
-            None,
-            (
-                warning(
-                    f"the text names {model}, which has fewer NVLinks than the {most} of {few[0].lower()} in the "
-                    "matrix; the name is not used"
-                ),
-            ),
+        note = warning(
+            f"the text names {model}, which has fewer NVLinks than the {most} of {few[0].lower()} in the matrix; the "
+            "name is not used"
         )
+        return NamedGpus({}, None, (note,))
     known = [one for one in made.values() if one is not None]
     if len(known) < len(made):
         return NamedGpus(models)
@@ -180,33 +153,14 @@ def parse_nvidia_smi(
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
 ) -> Topology:
-    """Read the matrix that ``nvidia-smi topo -m`` prints.
+    """Parse the matrix that ``nvidia-smi topo -m`` prints; lines that begin with # are skipped.
 
     GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>``. An NVSwitch machine gets one ``nvswitch0`` for all
-    switch chips, since hardware stripes every transfer over them. What the matrix tells beside its links stays as
-    facts: adapters of NICs, host bridges where PHB and NODE tell them apart, CPU and NUMA affinity.
+    switch chips, since hardware stripes every transfer over them. Adapters of NICs, host bridges (if PHB and NODE
+    distinguish them), CPU and NUMA affinity become facts. Bandwidths are in GB/s per direction of one NVLink, of one
+    PCIe link and between CPUs; they replace the assumed ones, which the ``notes`` list. A TopologyError names row,
+    column and value.
 
-    Parameters
-    ----------
-    text : str
-        The output; lines that begin with # are skipped.
-    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
-        GB/s per direction of one NVLink, of one PCIe link and between CPUs, in place of what is assumed.
-
-    Returns
-    -------
-    Topology
-        Its ``notes`` say what the text does not state and was assumed.
-
-    Raises
-    ------
-    TopologyError
-        The text is no such matrix, or is ragged or asymmetric; the message names row, column and value.
-    UsageError
-        A bandwidth is not a finite number above zero.
-
-    Examples
-    --------
     >>> machine = parse_nvidia_smi("       GPU0  GPU1\\nGPU0   X    NV2\\nGPU1  NV2    X", nvlink_gbps=22)
     >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
     [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
@@ -284,23 +238,15 @@ _REFUSED = {
     "NS": "not supported",
     "DR": "disabled by regkey",
 }
-"""Why ``nvidia-smi topo -p2p`` says that a pair has no access."""
+"""Reasons of ``nvidia-smi topo -p2p`` for a pair without peer access."""
 
 
 def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str]) -> Topology:
-    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints.
+    """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints, each once with its code.
 
     NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
-    is staged where no GPU has access; where only some pairs have none, a note names them.
+    is staged if no GPU has access; a note names the pairs if only some have none.
 
-    Parameters
-    ----------
-    machine : Topology
-    refused : mapping of (str, str) to str
-        Each pair once, with its code.
-
-    Examples
-    --------
     >>> pair = parse_nvidia_smi("     GPU0 GPU1\\nGPU0  X   NV2\\nGPU1 NV2   X", nvlink_gbps=25, pcie_gbps=12)
     >>> bare = with_refused_access(pair, {("gpu0", "gpu1"): "DR"})
     >>> [link.channel for link in bare.links if "gpu" in link.src and "gpu" in link.dst], bare.notes[-2]
@@ -329,8 +275,8 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
             over_pcie.setdefault(_REFUSED[code], []).append(f"{first}-{second}")
     barred = {gpu for gpu, others in peers.items() if len(others) == len(machine.gpus) - 1}
     for gpu in [name for name in machine.gpus if name in switched & peers.keys()]:
-        there = peers[gpu] & switched
-        if len(there) == len(switched) - 1:
+        denied = peers[gpu] & switched
+        if len(denied) == len(switched) - 1:
             gone |= {ends for ends in wires if gpu in ends}
             notes.append(
                 warning(
@@ -338,8 +284,8 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
                     "the fabric manager running?)"
                 )
             )
-        elif there:
-            names = listed(name for name in machine.gpus if name in there)
+        elif denied:
+            names = listed(name for name in machine.gpus if name in denied)
             notes.append(
                 warning(f"{gpu}: access over NVLink is refused to {names}; the plan may use it all the same")
             )
@@ -350,7 +296,7 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
             for reason, pairs in over_pcie.items()
         ]
     elif not wires and set(refused.values()) == {"NS"}:
-        notes.append(warning("NS in a listing of topo -p2p n speaks of NVLink alone; give topo -p2p r"))
+        notes.append(warning("NS in a listing of topo -p2p n concerns NVLink alone; give topo -p2p r"))
     devices = tuple(
         replace(device, facts=facts(**{**dict(device.facts), "peer_access": "none"}))
         if device.name in barred
@@ -388,16 +334,16 @@ def _devices(
 
 
 def _nic(nic: str, matrix: ConnectionMatrix, tree: PcieTree, names: dict[str, str]) -> Device:
-    """Newer drivers head the columns NIC0, NIC1, ... and name the adapters in a legend, older ones put them there."""
+    """Return a NIC; newer drivers name adapters in a legend of NIC0, NIC1, ..., older ones in the column heads."""
     adapter = matrix.hardware.get(nic, "" if re.fullmatch(r"NIC\d+", nic) else nic)
     known = facts(adapter=adapter, host_bridge=tree.bridges.get(names[nic]))
     return Device(names[nic], "nic", _SERVER, facts=known)
 
 
 def _of_cpus(tree: PcieTree, stated: Mapping[str, str]) -> dict[str, str]:
-    """Affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+    """Return the affinity of each CPU whose GPUs agree on one, unless GPUs of another CPU state it too.
 
-    A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
+    A job that is bound to a few cores prints the same for every GPU, which says nothing about any CPU.
     """
     found: dict[str, set[str]] = {}
     for gpu, text in stated.items():
@@ -424,18 +370,8 @@ def _nvlink_links(nvlinks: MatrixNvlinks, names: dict[str, str], per_link: float
 class MatrixNvlinks:
     """NVLinks of a machine.
 
-    Parameters
-    ----------
-    switched : bool
-        GPUs are joined by an NVSwitch.
-    direct : dict of (str, str) to int
-        Links of each pair, each pair once; empty if switched.
-    to_switch : dict of str to int
-        Links of each GPU to the switch; empty if direct.
-    generation : GpuGeneration
-        Assumed GPU.
-    notes : tuple of str
-        What was assumed, other than bandwidths.
+    ``direct`` counts the links of each pair, each pair once, and is empty if an NVSwitch joins the GPUs;
+    ``to_switch`` counts the links of each GPU to the switch. ``notes`` list assumptions other than bandwidths.
     """
 
     switched: bool
@@ -446,15 +382,12 @@ class MatrixNvlinks:
 
     @property
     def any(self) -> bool:
-        """Whether there is an NVLink."""
         return bool(self.direct or self.to_switch)
 
 
 def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -> MatrixNvlinks:
-    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs where it is known.
+    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs if it is known.
 
-    Examples
-    --------
     >>> from topoplan.reading.nvidia_smi_matrix import read_matrix
     >>> row = "       GPU0 GPU1 GPU2 GPU3"
     >>> four = [" ".join([f"GPU{i}"] + ["X" if i == j else "NV12" for j in range(4)]) for i in range(4)]

@@ -2,13 +2,13 @@
 
 A GPU's links beyond those listed as up are dead. A bundle of parallel wires keeps its wires that are up, and its
 bandwidth is the sum of their shares: a slow wire counts by its speed over the normal one (see `nvlink_status`). A
-link that the topology, such as a probed one, states as slow already is not slowed twice.
+link that the topology, such as a probed one, already states as slow is not slowed twice.
 
-``-R`` says where each link that is up leads. Its bus ids are those of the topology if that knows any. If not (a
+``-R`` states the far end of each link that is up. Its bus ids are those of the topology if that has any. If not (a
 library machine, a matrix), they stand for GPUs in ascending order, as nvidia-smi numbers GPUs, if only one such
-reading fits: so it is when all GPUs are listed. ``-s`` gives numbers of links alone: they decide if all links of a
+assignment fits: so it is when all GPUs are listed. ``-s`` gives numbers of links alone: they decide if all links of a
 GPU are equivalent (a switch), or if the other listed GPUs leave one answer, since a wire counts at both of its ends.
-Else ``-R`` is asked for.
+Otherwise an error asks for ``-R``.
 """
 
 from __future__ import annotations
@@ -38,38 +38,17 @@ Pair = tuple[str, str]
 """Two ends of a bundle of NVLinks: GPUs first, by their numbers."""
 
 Ends = dict[str, dict[str, tuple[Fraction, ...]]]
-"""For each GPU whose far ends are known, the shares of its links that are up by device at the far end, ascending."""
+"""For each GPU whose far ends are known, the ascending shares of its links that are up, by device at the far end."""
 
 Sum = tuple[Sequence[int], int]
-"""Entries, and what they add up to."""
+"""Indices of entries, and the sum of the entries."""
 
 
 def find_damage(topology: Topology, gpus: Sequence[ListedGpu]) -> dict[Pair, tuple[Fraction, ...]]:
-    """The wires that are dead or slow.
+    """Return, for each bundle with dead or slow wires, the ascending share of its speed that each such wire keeps.
 
-    Returns
-    -------
-    dict of (str, str) to tuple of Fraction
-        For each bundle with a wire amiss, the share of its speed that each such wire keeps, ascending; 0 if dead.
-
-    Raises
-    ------
-    TopologyError
-        The listings contradict the machine or each other, or leave open which wires are meant.
-
-    Examples
-    --------
-    Two GPUs of a DGX-1V, each with a wire down: one of the two wires between them.
-
-    >>> import topoplan
-    >>> from topoplan.reading.nvlink_status import match_gpus
-    >>> from topoplan.reading.nvlink_status import parse_nvlink_status
-    >>> lines = [f"Link {i}: {'25.781 GB/s' if i else '<inactive>'}" for i in range(6)]
-    >>> whole = [f"Link {i}: 25.781 GB/s" for i in range(6)]
-    >>> text = "\\n".join(line for n in range(8) for line in [f"GPU {n}: V100", *(lines if n in (0, 3) else whole)])
-    >>> machine = topoplan.load("dgx-1v")
-    >>> find_damage(machine, match_gpus(machine, parse_nvlink_status(text)))
-    {('gpu0', 'gpu3'): (Fraction(0, 1),)}
+    A dead wire keeps 0. A TopologyError says that the listings contradict the machine or each other, or leave open
+    which wires are meant.
     """
     order = {name: i for i, name in enumerate(topology.gpus)}
     bundles = {_pair(order, gpu.name, end): count for gpu in gpus for end, count in gpu.wires.items()}
@@ -95,12 +74,12 @@ def find_damage(topology: Topology, gpus: Sequence[ListedGpu]) -> dict[Pair, tup
 
 
 def _far_ends(topology: Topology, listed: Sequence[ListedGpu]) -> Ends:
-    """The far ends as far as they are certain; GPUs of which they are not are left out.
+    """Return the far ends of the GPUs of which they are certain.
 
-    A GPU all of whose NVLinks lead to one device, such as a switch, needs none listed, nor does one that has none up.
+    A GPU with all NVLinks to one device, such as a switch, needs none listed, nor does one without links up.
     """
     ends: Ends = {}
-    told: list[ListedGpu] = []
+    by_order: list[ListedGpu] = []
     by_id = _busids(topology)
     for gpu in listed:
         if len(gpu.wires) == 1:
@@ -114,14 +93,14 @@ def _far_ends(topology: Topology, listed: Sequence[ListedGpu]) -> Ends:
                 gpu, {remote: _end(topology, gpu, remote, by_id) for remote, _ in gpu.up}
             )
         elif set(gpu.wires) <= set(topology.gpus):
-            told.append(gpu)
+            by_order.append(gpu)
     dark = {gpu.name for gpu in listed if not gpu.up}
-    meaning = _in_order(topology, [gpu for gpu in topology.gpus if gpu not in dark], told)
-    return ends | ({gpu.name: _by_end(gpu, meaning) for gpu in told} if meaning else {})
+    meaning = _in_order(topology, [gpu for gpu in topology.gpus if gpu not in dark], by_order)
+    return ends | ({gpu.name: _by_end(gpu, meaning) for gpu in by_order} if meaning else {})
 
 
 def _busids(topology: Topology) -> dict[str, str]:
-    """Names of devices with NVLinks by bus id."""
+    """Return the names of devices with NVLinks by bus id."""
     plugged = {link.src for link in topology.links if link.channel == "nvlink"}
     named = {}
     for device in topology.devices:
@@ -154,14 +133,14 @@ def _by_end(gpu: ListedGpu, meaning: Mapping[str, str]) -> dict[str, tuple[Fract
     }
 
 
-def _in_order(topology: Topology, gpus: Sequence[str], told: Sequence[ListedGpu]) -> dict[str, str]:
-    """The GPU of each bus id, both ascending, with no more links up between two GPUs than there are.
+def _in_order(topology: Topology, gpus: Sequence[str], listed: Sequence[ListedGpu]) -> dict[str, str]:
+    """Assign bus ids to GPUs, both ascending, with no more links up between two GPUs than there are.
 
-    Each id on the first GPU that it may stand for, and each on the last: if these agree there is no other reading, and
-    if not, none is certain and the answer is empty.
+    Each id is placed on the first GPU that it may stand for, and on the last. If these agree, the assignment is
+    unique; if not, none is certain and the result is empty.
     """
-    ids = sorted({remote for gpu in told for remote, _ in gpu.up}, key=bus_id_order)
-    up = {remote: [(gpu, sum(one == remote for one, _ in gpu.up)) for gpu in told] for remote in ids}
+    ids = sorted({remote for gpu in listed for remote, _ in gpu.up}, key=bus_id_order)
+    up = {remote: [(gpu, sum(one == remote for one, _ in gpu.up)) for gpu in listed] for remote in ids}
 
     def placed(ids: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
         places = iter(gpus)
@@ -190,7 +169,7 @@ def _pair(order: Mapping[str, int], first: str, second: str) -> Pair:
 def _shares_by_far_end(
     topology: Topology, bundles: Mapping[Pair, int], order: Mapping[str, int], ends: Ends
 ) -> dict[Pair, tuple[Fraction, ...]]:
-    """Shares of the wires that are up in each bundle of which the far ends tell."""
+    """Return the shares of the wires that are up in each bundle whose far ends are known."""
     known: dict[Pair, tuple[Fraction, ...]] = {}
     for gpu, by_end in ends.items():
         for end, up in by_end.items():
@@ -218,7 +197,7 @@ def _counts(
     shares: Sequence[Fraction],
     known: Mapping[Pair, Sequence[Fraction]],
 ) -> dict[Pair, list[tuple[int, int]]] | None:
-    """The least and the most wires of each bundle at each share; None if nothing fits.
+    """Return the least and the most wires of each bundle at each share; None if nothing fits.
 
     Each GPU gives a sum for each share, over its bundles. On four GPUs with one wire between every two, let ``-s`` of
     all say that GPUs 0 and 1 have one dead wire each:
@@ -239,33 +218,26 @@ def _counts(
         for gpu in gpus
         for level, total in enumerate((gpu.dead, *(gpu.slow.count(share) for share in shares[1:])))
     ]
-    rooms = [(range(first[pair], first[pair] + levels), wires) for pair, wires in bundles.items()]
-    if not narrow_ranges(ranges, sums, rooms):
+    limits = [(range(first[pair], first[pair] + levels), wires) for pair, wires in bundles.items()]
+    if not narrow_ranges(ranges, sums, limits):
         return None
     return {pair: ranges[start : start + levels] for pair, start in first.items()}
 
 
-def narrow_ranges(ranges: list[tuple[int, int]], sums: Sequence[Sum], rooms: Sequence[Sum]) -> bool:
-    """Cut off the ends of ranges that a sum does not allow, until nothing changes; False where nothing is left.
+def narrow_ranges(ranges: list[tuple[int, int]], sums: Sequence[Sum], limits: Sequence[Sum]) -> bool:
+    """Narrow ranges, in place, by equations and upper limits until nothing changes; return False if none fits.
 
-    Parameters
-    ----------
-    ranges : list of (int, int)
-        Least and most of each entry; changed in place.
-    sums, rooms : sequence of (sequence of int, int)
-        Entries that add up to a number, and entries that add up to no more than a number.
+    ``ranges`` hold the least and the most of each entry, ``sums`` entries with their sum, and ``limits`` entries with
+    the upper limit of their sum.
 
-    Examples
-    --------
     Three GPUs joined by bundles 0-1, 0-2 and 1-2 of two wires. GPUs 0 and 1 list one dead wire each, GPU 2 none:
 
     >>> ranges = [(0, 2)] * 3
     >>> narrow_ranges(ranges, [((0, 1), 1), ((0, 2), 1), ((1, 2), 0)], []), ranges
     (True, [(1, 1), (0, 0), (0, 0)])
     """
-    bounds = [(entries, total, total) for entries, total in sums] + [
-        (entries, 0, most) for entries, most in rooms
-    ]
+    bounds = [(entries, total, total) for entries, total in sums]
+    bounds += [(entries, 0, most) for entries, most in limits]
     before: list[tuple[int, int]] = []
     while before != ranges:
         before = list(ranges)
@@ -273,7 +245,7 @@ def narrow_ranges(ranges: list[tuple[int, int]], sums: Sequence[Sum], rooms: Seq
             low, high = sum(ranges[e][0] for e in entries), sum(ranges[e][1] for e in entries)
             for e in entries:
                 mine = ranges[e]
-                # What the others have at the most and at the least leaves to this one so much and no more.
+                # The extremes of the other entries bound this one.
                 ranges[e] = (max(mine[0], least - (high - mine[1])), min(mine[1], most - (low - mine[0])))
                 if ranges[e][0] > ranges[e][1]:
                     return False
@@ -284,7 +256,7 @@ def narrow_ranges(ranges: list[tuple[int, int]], sums: Sequence[Sum], rooms: Seq
 
 
 def _damage_summary(gpus: Sequence[ListedGpu]) -> str:
-    """Such as ``gpu3 has 2 of 6 NVLinks down``."""
+    """Return a text such as ``gpu3 has 2 of 6 NVLinks down``."""
     parts = []
     for gpu in gpus:
         down = [f"{gpu.dead} of {sum(gpu.wires.values())} NVLinks down"] if gpu.dead else []
@@ -297,7 +269,7 @@ def _damage_summary(gpus: Sequence[ListedGpu]) -> str:
 def _undetermined_wires(
     bundles: Mapping[Pair, int], shares: Sequence[Fraction], counts: Mapping[Pair, Sequence[tuple[int, int]]]
 ) -> str:
-    """The wires that may or may not be meant."""
+    """Return a text that lists the wires that may or may not be meant."""
     parts = [
         f"{low} to {high} {'slow ' if share else ''}of {bundles[pair]} {'-'.join(pair)}"
         for pair, ranges in counts.items()
@@ -309,15 +281,15 @@ def _undetermined_wires(
 
 def _remedy(topology: Topology) -> str:
     known = any(topology.device(gpu).busid for gpu in topology.gpus)
-    return f"add nvidia-smi nvlink -R{'' if known else ' of all GPUs'}, which says where each link leads"
+    return f"add nvidia-smi nvlink -R{'' if known else ' of all GPUs'}, which states where each link leads"
 
 
 def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topology:
-    """The machine with the NVLinks that ``nvidia-smi nvlink`` lists as down taken out, and slow ones slowed.
+    """Return a machine without the NVLinks that ``nvidia-smi nvlink`` lists as down, and with slow ones slowed.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology : Topology, or an argument of `topoplan.load`
         One server. GPU n of a listing is its GPU n.
     *listings : str or path
         Files, ``-`` for stdin, or texts (which hold a line break) of ``nvidia-smi nvlink -s`` and
@@ -326,14 +298,14 @@ def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topolo
     Returns
     -------
     Topology
-        Its notes say what was taken out and slowed.
+        Its notes list the wires that were taken out or slowed.
 
     Raises
     ------
     UsageError
         A file cannot be read.
     TopologyError
-        A listing makes no sense, is of another machine, or does not say which of several wires are dead or slow.
+        A listing cannot be parsed, is of another machine, or leaves open which of several wires are dead or slow.
 
     Examples
     --------
@@ -357,7 +329,7 @@ def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topolo
 
 
 def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
-    """As `overlay`, from listings that are read already; of GPUs that are not among them nothing is known."""
+    """Apply parsed listings, as `overlay`; GPUs without a listing stay as they are."""
     found = match_gpus(topology, gpus)
     damage = find_damage(topology, found)
     if not damage:
@@ -382,7 +354,7 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
 
 
 def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
-    """Name, empty for a text, and text of a listing."""
+    """Return the name of a listing, empty for a text, and its text."""
     path = os.fspath(listing)
     if isinstance(listing, str) and "\n" in listing:
         return "", listing
@@ -394,12 +366,12 @@ def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _ends(topology: Topology, link: Link) -> tuple[str, ...]:
-    """What NVLinks of equal speed have in common: the models at their ends."""
+    """Return a key that NVLinks of equal speed share: the models at their ends."""
     return tuple(sorted(topology.device(end).model for end in (link.src, link.dst)))
 
 
 def _normal_rates(topology: Topology) -> dict[tuple[str, ...], Fraction]:
-    """GB/s of one NVLink as the topology states the fastest between each two models."""
+    """Return the GB/s of one NVLink between each two models, the fastest that the topology states."""
     rates: dict[tuple[str, ...], Fraction] = {}
     for link in topology.links:
         if link.channel == "nvlink":
@@ -409,7 +381,7 @@ def _normal_rates(topology: Topology) -> dict[tuple[str, ...], Fraction]:
 
 
 def _changed(link: Link, shares: Sequence[Fraction], normal: Fraction) -> Link | None:
-    """A link of whose wires some keep a share of their speed only; None if no wire is left."""
+    """Return a link whose dead or slow wires keep these shares; None if no wire is up."""
     left = link.count - shares.count(Fraction(0))
     if not left:
         return None
@@ -432,19 +404,15 @@ def _notes(
     for pair, shares in damage.items():
         dead = shares.count(Fraction(0))
         if dead and changed[pair] is not None:
-            yield f"taken out: {dead} of {_count(wires, pair)} NVLinks {'-'.join(pair)}"
+            total = wires.get(pair) or wires[pair[1], pair[0]]
+            yield f"taken out: {dead} of {total} NVLinks {'-'.join(pair)}"
     for pair, shares in damage.items():
         link, slow = changed[pair], len(shares) - shares.count(Fraction(0))
         if link is not None and slow:
             yield f"slowed: {'-'.join(pair)} to {link.bandwidth:g} GB/s ({slow} of {link.count} NVLinks)"
 
 
-def _count(wires: Mapping[Pair, int], pair: Pair) -> int:
-    return wires.get(pair) or wires[pair[1], pair[0]]
-
-
 def _no_damage_note(gpus: Sequence[GpuNvlinks], found: Sequence[ListedGpu]) -> str:
-    """What to say where the machine is as it should be."""
     unwired = [gpu.name for gpu in found if gpu.unwired]
     others = f"; inactive ones of {listed(unwired)} are not among those of the machine" if unwired else ""
     speeds = any(link.speed is not None for gpu in gpus for link in gpu.links)

@@ -32,10 +32,10 @@ SPEEDS, REMOTES = "nvidia-smi nvlink -s", "nvidia-smi nvlink -R"
 REMEDY = f"give the whole output of {SPEEDS} or {REMOTES}"
 
 FarEnd = tuple[str, int | None]
-"""Bus id of a far end, empty where it is hidden, and the number of the link there."""
+"""Bus id of a far end, empty if it is hidden, and the number of the link there."""
 
 State = float | FarEnd | None
-"""What a listing says of a link: its GB/s, its far end, or that it is down."""
+"""State of a link in a listing: its GB/s, its far end, or None if it is down."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _GPU = re.compile(r"\s*GPU\s+(\d{1,6})\s*:(.*)")
@@ -52,18 +52,9 @@ _HIDDEN = re.compile(r"[fF:.]+(?:\.0)?")
 class ListingSection:
     """The lines below one GPU line.
 
-    Parameters
-    ----------
-    number : int
-        Of the GPU.
-    model, uuid : str
-        As printed; empty where they are not, and where the uuid is not spelled out.
-    tables : dict of str to dict of int to State
-        By listing (`SPEEDS` or `REMOTES`), what it says of each link.
-    none_up : bool
-        The driver said that all links are inactive.
-    supported : bool
-        False where the driver said that the GPU has no NVLink.
+    ``model`` and ``uuid`` are empty if they are not printed in full. ``tables`` hold the state of each link by
+    listing (`SPEEDS` or `REMOTES`). ``none_up``: the driver said that all links are inactive. ``supported`` is False
+    if the driver said that the GPU has no NVLink.
     """
 
     number: int
@@ -75,19 +66,7 @@ class ListingSection:
 
 
 def read_sections(text: str) -> list[ListingSection]:
-    """The sections of a text, in its order.
-
-    Raises
-    ------
-    TopologyError
-        A line makes no sense, stands before any GPU line, or says something twice.
-
-    Examples
-    --------
-    >>> section, = read_sections("GPU 3: V100\\n  Link 0: 25.781 GB/s\\n  Link 1: <inactive>")
-    >>> section.tables[SPEEDS]
-    {0: 25.781, 1: None}
-    """
+    """Return the sections of a text, in its order; raise a TopologyError for a line that cannot be placed."""
     sections: list[ListingSection] = []
     links: list[tuple[int, str]] = []
     for number, raw in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
@@ -101,7 +80,7 @@ def read_sections(text: str) -> list[ListingSection]:
             sections.append(_section(int(heading[1]), heading[2]))
         elif (link or answer) and not sections:
             raise TopologyError(
-                f"line {number} ({quoted(line)}) stands before any GPU line such as 'GPU 0: …'; {REMEDY}"
+                f"line {number} ({quoted(line)}) precedes every GPU line such as 'GPU 0: …'; {REMEDY}"
             )
         if link:
             links.append((int(link[1]), link[2]))
@@ -112,7 +91,6 @@ def read_sections(text: str) -> list[ListingSection]:
 
 
 def quoted(text: str) -> str:
-    """A piece of input for a message."""
     text = text.strip()
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
@@ -125,7 +103,7 @@ def _section(number: int, rest: str) -> ListingSection:
 
 
 def _read_links(sections: list[ListingSection], links: list[tuple[int, str]]) -> None:
-    """Enter the link lines below the GPU line of the one section."""
+    """Enter the link lines below the GPU line of the last section."""
     for section in sections:
         for (index, _), listing, state in zip(
             links, *_listings_and_states(section.number, links), strict=True
@@ -138,14 +116,14 @@ def _read_links(sections: list[ListingSection], links: list[tuple[int, str]]) ->
 
 
 def _listings_and_states(gpu: int, links: list[tuple[int, str]]) -> tuple[list[str], list[State]]:
-    """The listing and the state of each line; a line that only says inactive belongs to the listing around it."""
+    """Return the listing and the state of each line; a line with only "inactive" belongs to the listing around it."""
     states = [_state(f"GPU {gpu}, link {index}", value) for index, value in links]
-    told = ["" if state is None else SPEEDS if isinstance(state, float) else REMOTES for state in states]
-    latest = next((listing for listing in told if listing), SPEEDS)
-    for i, listing in enumerate(told):
-        latest = told[i] = listing or latest
-    # A link of no speed is one that is down.
-    return told, [None if state == 0.0 else state for state in states]
+    listings = ["" if state is None else SPEEDS if isinstance(state, float) else REMOTES for state in states]
+    latest = next((listing for listing in listings if listing), SPEEDS)
+    for i, listing in enumerate(listings):
+        latest = listings[i] = listing or latest
+    # A link of speed 0 is down.
+    return listings, [None if state == 0.0 else state for state in states]
 
 
 def _state(where: str, value: str) -> State:
@@ -154,7 +132,7 @@ def _state(where: str, value: str) -> State:
         return None
     if speed:
         if not re.fullmatch(r"\d{1,6}(\.\d{1,9})?", speed[1]):
-            raise TopologyError(f"{where}: speed {quoted(speed[1])} is no number of GB/s; {REMEDY}")
+            raise TopologyError(f"{where}: speed must be a number of GB/s, got {quoted(speed[1])}; {REMEDY}")
         return float(speed[1])
     if not remote:
         raise TopologyError(
@@ -162,9 +140,9 @@ def _state(where: str, value: str) -> State:
             f"{REMEDY}"
         )
     if remote[2] is not None and not re.fullmatch(r"\d{1,4}", remote[2]):
-        raise TopologyError(f"{where}: remote link {quoted(remote[2])} is no number; {REMEDY}")
+        raise TopologyError(f"{where}: remote link must be a number, got {quoted(remote[2])}; {REMEDY}")
     if _HIDDEN.fullmatch(remote[1]):
-        # What drivers print for a switch that this system cannot see.
+        # Printed for a switch that this system cannot see.
         return "", None
     try:
         return bus_id(remote[1]), None if remote[2] is None else int(remote[2])
@@ -173,7 +151,7 @@ def _state(where: str, value: str) -> State:
 
 
 def _read_answer(section: ListingSection, answer: str) -> None:
-    """What the driver says in place of links."""
+    """Enter the driver's message that stands in place of links."""
     if re.search("all links are inactive", answer, re.IGNORECASE):
         section.none_up = True
     elif re.search("not supported", answer, re.IGNORECASE):
@@ -186,7 +164,7 @@ def _read_answer(section: ListingSection, answer: str) -> None:
 
 
 def lines_of(sections: list[ListingSection], listing: str) -> Iterator[tuple[int, State]]:
-    """Every link that a listing names in these sections, with what it says of it."""
+    """Yield every link of a listing in these sections, with its state."""
     for section in sections:
         yield from section.tables[listing].items()
 
@@ -198,18 +176,8 @@ _MATRIX = re.compile(r"(?m)^[^\w\n]*GPU\d+\s+(?:X|GPU\d+|NV\d+|SYS|NODE|PHB|PXB|
 class NvlinkState:
     """One NVLink of a GPU.
 
-    Parameters
-    ----------
-    index : int
-        Its number on the GPU.
-    active : bool
-        It is up.
-    speed : float or None
-        GB/s per direction; None for a link that is down, and where no ``-s`` states it.
-    remote : str
-        Bus id of the far end (see `topoplan.machine.host.bus_id`); empty where it is hidden or no ``-R`` states it.
-    remote_link : int or None
-        Number of the link at the far end.
+    ``speed`` is in GB/s per direction, None for a link that is down or without ``-s``. ``remote`` is the bus id of the
+    far end (see `topoplan.machine.host.bus_id`), empty if it is hidden or without ``-R``.
     """
 
     index: int
@@ -221,18 +189,9 @@ class NvlinkState:
 
 @dataclass(frozen=True, slots=True)
 class GpuNvlinks:
-    """The NVLinks of one GPU.
+    """The NVLinks of one GPU, in ascending order of their numbers.
 
-    Parameters
-    ----------
-    number : int
-        Of the GPU, as nvidia-smi counts.
-    model, uuid : str
-        As printed; a uuid that is not spelled out is empty.
-    links : tuple of NvlinkState
-        In ascending order of their numbers.
-    total : int or None
-        NVLinks that the GPU has; None where those that are down may not be listed.
+    ``total`` is the number of NVLinks that the GPU has, None if the listing may leave out inactive ones.
     """
 
     number: int
@@ -243,31 +202,15 @@ class GpuNvlinks:
 
     @property
     def active(self) -> tuple[NvlinkState, ...]:
-        """The links that are up."""
         return tuple(link for link in self.links if link.active)
 
 
 def parse_nvlink_status(text: str) -> tuple[GpuNvlinks, ...]:
-    """Read listings of NVLinks.
+    """Parse the output of ``nvidia-smi nvlink -s``, of ``nvidia-smi nvlink -R``, or both.
 
-    Parameters
-    ----------
-    text : str
-        The output of ``nvidia-smi nvlink -s``, of ``nvidia-smi nvlink -R``, or both.
+    The result is in ascending order of GPU numbers, without GPUs of which nothing is listed. A TopologyError names the
+    GPU and the link of a line that cannot be parsed or contradicts another one.
 
-    Returns
-    -------
-    tuple of GpuNvlinks
-        In ascending order of number; a GPU of which nothing is listed is left out.
-
-    Raises
-    ------
-    TopologyError
-        No GPU or no link is listed, a line makes no sense, or two lines contradict each other; the message names the
-        GPU and the link.
-
-    Examples
-    --------
     >>> gpu, = parse_nvlink_status("GPU 3: Tesla V100 (UUID: GPU-1)\\n  Link 0: 25.781 GB/s\\n  Link 1: <inactive>")
     >>> gpu.number, gpu.model, gpu.total, [link.index for link in gpu.active], gpu.links[0].speed
     (3, 'Tesla V100', 2, [0], 25.781)
@@ -278,7 +221,7 @@ def parse_nvlink_status(text: str) -> tuple[GpuNvlinks, ...]:
             raise TopologyError(
                 f"this is the matrix of nvidia-smi topo -m, which is a machine; for the overlay {REMEDY}"
             )
-        raise TopologyError(f"this is no listing of NVLinks (no line such as 'GPU 0: …'); {REMEDY}")
+        raise TopologyError(f"this is not a listing of NVLinks (no line such as 'GPU 0: …'); {REMEDY}")
     numbers = sorted({section.number for section in sections})
     gpus = [_joined(number, [one for one in sections if one.number == number]) for number in numbers]
     listed = tuple(gpu for gpu in gpus if gpu is not None)
@@ -288,7 +231,7 @@ def parse_nvlink_status(text: str) -> tuple[GpuNvlinks, ...]:
 
 
 def _joined(number: int, sections: list[ListingSection]) -> GpuNvlinks | None:
-    """All that is said of one GPU; None if that is nothing."""
+    """Join the sections of one GPU; return None if they list nothing."""
     model = _only(number, [section.model for section in sections])
     uuid = _only(number, [section.uuid for section in sections])
     speeds, remotes = _table(number, sections, SPEEDS), _table(number, sections, REMOTES)
@@ -314,14 +257,13 @@ def _only(number: int, stated: list[str]) -> str:
 
 
 def _table(number: int, sections: list[ListingSection], listing: str) -> dict[int, State]:
-    """What all listings of one kind say of a GPU's links."""
+    """Return the states of a GPU's links that all listings of one kind agree on."""
     table: dict[int, State] = {}
     for index, state in lines_of(sections, listing):
         if table.setdefault(index, state) != state:
             raise TopologyError(
                 f"GPU {number}, link {index}: {_state_text(table[index])} in one listing, {_state_text(state)} in "
-                "another; "
-                "take the listings at one time"
+                "another; take the listings at one time"
             )
     return table
 
@@ -333,7 +275,7 @@ def _state_text(state: State) -> str:
 
 
 def _links(number: int, speeds: Mapping[int, State], remotes: Mapping[int, State]) -> tuple[NvlinkState, ...]:
-    """Speeds and far ends side by side (see the head of this file)."""
+    """Combine speeds and far ends (see the head of this file)."""
     ends: Mapping[int, FarEnd] = {index: end for index, end in remotes.items() if isinstance(end, tuple)}
     if speeds:
         ends = _numbered_as_speeds(number, speeds, remotes, ends) if remotes else {}
@@ -352,7 +294,7 @@ def _links(number: int, speeds: Mapping[int, State], remotes: Mapping[int, State
 def _numbered_as_speeds(
     number: int, speeds: Mapping[int, State], remotes: Mapping[int, State], ends: Mapping[int, FarEnd]
 ) -> Mapping[int, FarEnd]:
-    """The far ends by the link numbers of ``-s``."""
+    """Return the far ends by the link numbers of ``-s``."""
     up = [index for index, speed in sorted(speeds.items()) if speed is not None]
     if set(ends) == set(up) or (set(remotes) == set(speeds) and set(up) < set(ends)):
         return ends
@@ -370,10 +312,8 @@ _PRODUCT = re.compile(r"\b((?:GH|GB|MI|[PVAHBLTK])\d{1,4})[A-Z]?\b|\bRTX (\d{4})
 
 
 def product_name(model: str) -> str:
-    """The product that a model text names, empty where none is recognised.
+    """Return the product that a model text names, empty if none is recognised.
 
-    Examples
-    --------
     >>> [product_name(text) for text in ("Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3", "GeForce RTX 3090", "GPU")]
     ['V100', 'H100', '3090', '']
     """
@@ -382,17 +322,14 @@ def product_name(model: str) -> str:
 
 
 def generation(model: str) -> GpuGeneration | None:
-    """Its generation, None where it is not known."""
+    """Return the generation of a model, None if it is not known."""
     capability = compute_capability(model)
     return None if capability is None else generation_of(capability)
 
 
 def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
-    """What share of its normal speed each link that is up runs at, at most 1, by GPU and link; 1 where none is stated.
+    """Return each active link's share of its normal speed, at most 1, by GPU and link; 1 if no speed is stated.
 
-    Examples
-    --------
-    >>> from topoplan.reading.nvlink_status import parse_nvlink_status
     >>> lines = ["GPU 0: Tesla V100-SXM2-32GB", "Link 0: 25.781 GB/s", "Link 1: 25.781 GB/s", "Link 2: 12.8905 GB/s"]
     >>> [str(share) for share in speed_shares(parse_nvlink_status("\\n".join(lines))).values()]
     ['1', '1', '1/2']
@@ -415,7 +352,7 @@ def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
 
 
 def _link_class(gpu: GpuNvlinks) -> str:
-    """What GPUs of equal links have in common."""
+    """Return a key that GPUs with equal links share."""
     return product_name(gpu.model) or gpu.model
 
 
@@ -424,19 +361,11 @@ MATCHING_REMEDY = "the listing is of another machine; give that of this one"
 
 @dataclass(frozen=True, slots=True)
 class ListedGpu:
-    """A GPU of which a listing says how its NVLinks are.
+    """A GPU with the state of its NVLinks.
 
-    Parameters
-    ----------
-    name : str
-        Of the device.
-    wires : dict of str to int
-        NVLinks that the topology gives it, by device at the far end.
-    up : tuple of (str, Fraction)
-        For each link that is up, the bus id of its far end, empty if that is hidden, and the share of its normal
-        speed at which it runs.
-    unwired : int
-        Links that the GPU lists beyond those that the topology gives it; none of them is up.
+    ``wires`` count the topology's NVLinks by the device at the far end. ``up`` holds for each active link the bus id
+    of its far end, empty if it is hidden, and the share of its normal speed. ``unwired`` counts links that the GPU
+    lists beyond the topology's; none of them is up.
     """
 
     name: str
@@ -446,28 +375,21 @@ class ListedGpu:
 
     @property
     def dead(self) -> int:
-        """Links that the topology has and that are down."""
+        """Return the number of the topology's links that are down."""
         return sum(self.wires.values()) - len(self.up)
 
     @property
     def slow(self) -> tuple[Fraction, ...]:
-        """Shares of the links that are up but slow."""
+        """Return the shares of the links that are up but slow."""
         return tuple(share for _, share in self.up if share < 1)
 
 
 def match_gpus(topology: Topology, gpus: Sequence[GpuNvlinks]) -> tuple[ListedGpu, ...]:
-    """The listed GPUs on the topology.
+    """Match the listed GPUs to those of the topology.
 
-    Raises
-    ------
-    TopologyError
-        The topology has several servers, or the two are of different machines: a number, model, uuid or number of
-        links contradicts; the message names the GPU.
+    A TopologyError names the GPU whose number, model, uuid or number of links contradicts the topology.
 
-    Examples
-    --------
     >>> import topoplan
-    >>> from topoplan.reading.nvlink_status import parse_nvlink_status
     >>> lines = ["GPU 3: V100", *(f"Link {i}: {'<inactive>' if i > 3 else '25.781 GB/s'}" for i in range(6))]
     >>> gpu, = match_gpus(topoplan.load("dgx-1v"), parse_nvlink_status("\\n".join(lines)))
     >>> gpu.name, gpu.dead, gpu.wires
@@ -547,7 +469,7 @@ def _check_counts(topology: Topology, gpu: GpuNvlinks, wired: int) -> None:
 
 
 def _wires(topology: Topology, gpu: str) -> dict[str, int]:
-    """NVLinks of a GPU by far end, as many in both directions."""
+    """Return the NVLinks of a GPU by far end; raise if the two directions have different numbers of them."""
     out = {link.dst: link.count for link in topology.links if link.channel == "nvlink" and link.src == gpu}
     back = {link.src: link.count for link in topology.links if link.channel == "nvlink" and link.dst == gpu}
     for end in (*out, *back):

@@ -5,11 +5,11 @@
 A code says how far up the PCIe tree two devices meet, so true codes are an ultrametric: d(a, c) is at most the larger
 of d(a, b) and d(b, c), and equal to it if these differ. A pair whose code is not printed (NV# in its place, or cut
 rows) gets the least, over all paths, of the largest code on the path: single linkage. Devices joined at PIX share a
-switch, at PXB a cascade of switches, at PHB a host bridge, at NODE a CPU; the last two give the same tree, for a root
-port of its own limits nothing, and so does a switch above one device, which is left out. Host bridges are named if a
-code tells two of a CPU apart. Groups that no code joins are joined by CPU affinity if their distance is unknown, or
-if it is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS everywhere, and a job bound to one
-core prints one affinity everywhere). The rest is assumed, with a note.
+switch, at PXB a cascade of switches, at PHB a host bridge, at NODE a CPU. The last two give the same tree, since a root
+port of its own limits nothing; nor does a switch above one device, which is left out. Host bridges are named if a code
+distinguishes two of a CPU. Groups that no code joins are joined by CPU affinity if their distance is unknown, or if it
+is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS everywhere, and a job bound to one core
+prints one affinity everywhere). The rest is assumed, with a note.
 """
 
 from __future__ import annotations
@@ -25,19 +25,13 @@ from topoplan.machine.topology import Device, Link, Topology
 def relation_matrix(
     topology: Topology, kinds: Sequence[str] = ("gpu", "nic")
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Names of GPUs and NICs, or of devices of other kinds, and for each pair how they are joined.
+    """Return the names of GPUs and NICs, or of devices of other kinds, and for each pair how they are joined.
 
-    Returns
-    -------
-    names : tuple of str
-    cells : tuple of tuple of str
-        ``NV#`` for # NVLinks, direct or into a common switch; ``PIX`` at most one PCIe switch, ``PXB`` several, ``PHB``
-        through one CPU, ``NODE`` likewise where the devices are known to hang below different host bridges, ``SYS``
-        through several CPUs or between devices of different NUMA nodes, ``NET`` over a network where there is no
-        other path, ``-`` no path, ``X`` itself.
+    Cells: ``NV#`` for # NVLinks, direct or into a common switch; ``PIX`` at most one PCIe switch, ``PXB`` several,
+    ``PHB`` through one CPU, ``NODE`` likewise if the devices are known to hang below different host bridges, ``SYS``
+    through several CPUs or between devices of different NUMA nodes, ``NET`` over a network if no other path exists,
+    ``-`` no path, ``X`` itself.
 
-    Examples
-    --------
     >>> import topoplan
     >>> names, cells = relation_matrix(topoplan.load("dgx-1v"))
     >>> cells[0][:8]
@@ -67,25 +61,10 @@ def relation_matrix(
 
 
 def affinity_columns(topology: Topology, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What ``nvidia-smi topo -m`` prints of GPUs beside the matrix, as far as it is known of any of them.
+    """Return the columns that ``nvidia-smi topo -m`` prints beside the matrix, if they are known of any GPU.
 
-    Parameters
-    ----------
-    topology : Topology
-    names : sequence of str
-        Devices of the rows; of those that are no GPUs nothing is printed.
-
-    Returns
-    -------
-    dict of str to tuple of str
-        ``CPU Affinity`` (the fact ``cpus`` of the GPU, or of its CPU) and ``NUMA``, a cell for each row.
-
-    Examples
-    --------
-    >>> from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
-    >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15"
-    >>> affinity_columns(parse_nvidia_smi(text), ["gpu0", "gpu1"])
-    {'CPU Affinity': ('0-15', '0-15')}
+    ``CPU Affinity`` (the fact ``cpus`` of the GPU, or of its CPU) and ``NUMA`` have a cell for each of ``names``,
+    empty for devices other than GPUs.
     """
     kinds = {device.name: device.kind for device in topology.devices}
     leaving: dict[str, list[Link]] = {}
@@ -107,13 +86,11 @@ def affinity_columns(topology: Topology, names: Sequence[str]) -> dict[str, tupl
 
 
 def nvlinks_of_pairs(topology: Topology) -> Counter[tuple[str, str]]:
-    """NVLinks from each GPU to each other one: direct, and into NVSwitches that they share.
+    """Return the NVLinks from each GPU to each other one: direct, and into NVSwitches that they share.
 
     Switches that are joined to each other count as one; through several planes of switches the links add up, as
     ``nvidia-smi topo -m`` counts them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> nvlinks_of_pairs(topoplan.load("dgx-2"))["gpu0", "gpu15"]
     6
@@ -143,7 +120,7 @@ def nvlinks_of_pairs(topology: Topology) -> Counter[tuple[str, str]]:
 
 
 def _paths(start: str, leaving: dict[str, list[Link]], kinds: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """What a shortest path to each device crosses, no path through a GPU: kinds of devices, and ``network`` links."""
+    """Return for each device the kinds of devices and ``network`` links that a shortest path to it crosses, no GPU."""
     crossed: dict[str, tuple[str, ...]] = {start: ()}
     frontier = [start]
     for device in frontier:
@@ -168,28 +145,22 @@ def _code(first: Device, second: Device, crossed: Sequence[str]) -> str:
 
 
 def _differ(first: int | str | None, second: int | str | None) -> bool:
-    """True where both are known and not the same."""
+    """Return whether both are known and not the same."""
     return first != second and first not in (None, "") and second not in (None, "")
 
 
 CODES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""How far two devices are apart on PCIe, nearest first; position is the distance."""
+"""PCIe distances of two devices, nearest first; position is the distance."""
 
 _PIX, _PXB, _PHB, _NODE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class PcieTree:
-    """Parent of each device on the PCIe side, and what was assumed to find it.
+    """Parents of devices on PCIe, and a note for each assumption.
 
-    Parameters
-    ----------
-    parents : dict of str to str
-        Child to parent, parents before their children; ``pcie0``, ... are switches, ``cpu0``, ... the roots.
-    notes : tuple of str
-        One line for each assumption.
-    bridges : dict of str to str
-        Host bridge ``pci0``, ... of the devices that a printed code tells from others of their CPU.
+    ``parents`` lists parents before their children; ``pcie0``, ... are switches, ``cpu0``, ... the roots. ``bridges``
+    holds the host bridge ``pci0``, ... of the devices that a printed code separates from others of their CPU.
     """
 
     parents: dict[str, str]
@@ -197,7 +168,6 @@ class PcieTree:
     bridges: dict[str, str] = field(default_factory=dict)
 
     def root(self, name: str) -> str:
-        """The CPU of a device."""
         while name in self.parents:
             name = self.parents[name]
         return name
@@ -206,19 +176,11 @@ class PcieTree:
 def infer_pcie_tree(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], *, affinity: Mapping[str, str]
 ) -> PcieTree:
-    """Place devices under switches and CPUs.
+    """Place devices, GPUs before NICs, under switches and CPUs.
 
-    Parameters
-    ----------
-    names : sequence of str
-        GPUs, then NICs.
-    distance : mapping of (str, str) to int
-        Position in `CODES` for each pair whose code is known, under one of the two orders.
-    affinity : mapping of str to str
-        CPUs that a device is local to, any text; only equality counts. Missing where unknown.
+    ``distance`` holds the position in `CODES` of each pair whose code is known, under one of its two orders.
+    ``affinity`` is the text of a device's CPUs, of which only equality counts; unknown ones are missing.
 
-    Examples
-    --------
     Both GPUs share a switch with the NIC, so they share it with each other:
 
     >>> pix = {("gpu0", "nic0"): 0, ("gpu1", "nic0"): 0}
@@ -251,23 +213,23 @@ def infer_pcie_tree(
 def _host_bridges(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], cpus: Sequence[Sequence[str]]
 ) -> dict[str, str]:
-    """Host bridge of each device whose group a printed code puts on another bridge than a group of the same CPU."""
+    """Return the host bridge of each device that a printed code separates from a group of the same CPU."""
     groups = _joined(names, distance, _PHB)
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     cpu_of = {name: i for i, members in enumerate(cpus) for name in members}
-    told = {
+    separated = {
         group_of[name]
         for (first, second), apart in distance.items()
         for name in (first, second)
         if apart > _PHB and group_of[first] != group_of[second] and cpu_of[first] == cpu_of[second]
     }
-    return {name: f"pci{number}" for number, i in enumerate(sorted(told)) for name in groups[i]}
+    return {name: f"pci{number}" for number, i in enumerate(sorted(separated)) for name in groups[i]}
 
 
 def _joined(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], level: int
 ) -> list[tuple[str, ...]]:
-    """Groups joined by pairs at this distance or nearer, in the order of names."""
+    """Return the groups joined by pairs at this distance or nearer, in the order of names."""
     group = {name: [name] for name in names}
     for (first, second), apart in distance.items():
         if apart <= level and group[first] is not group[second]:
@@ -282,8 +244,8 @@ def _joined(
 def _cpus(
     hosts: Sequence[tuple[str, ...]], distance: Mapping[tuple[str, str], int], affinity: Mapping[str, str]
 ) -> tuple[list[list[str]], list[str]]:
-    """Groups of one CPU each, merged by affinity or by assumption, and notes on both."""
-    telling = len(set(affinity.values())) > 1
+    """Return groups of one CPU each, merged by affinity or by assumption, and notes on both."""
+    differing = len(set(affinity.values())) > 1
     host_of = {name: i for i, host in enumerate(hosts) for name in host}
     far = {
         frozenset((host_of[first], host_of[second]))
@@ -299,7 +261,7 @@ def _cpus(
         for number, cpu in enumerate(cpus):
             there = {affinity[name] for j in cpu for name in hosts[j] if name in affinity}
             apart = any(frozenset((i, j)) in far for j in cpu)
-            if here & there and (telling or not apart):
+            if here & there and (differing or not apart):
                 (overruled if apart else by_affinity).extend(host)
             elif not apart and not (here and there):
                 assumed.setdefault(number, []).extend(host)
@@ -322,7 +284,7 @@ def _cpus(
 def _contradictions(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], hosts: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    """A note if some printed code is farther than what other codes imply; the nearer relation is kept."""
+    """Return a note if a printed code is farther than other codes imply; the nearer relation is kept."""
     wrong: dict[tuple[str, str], tuple[int, int]] = {}
     for level, groups in (
         *((level, _joined(names, distance, level)) for level in (_PIX, _PXB, _PHB)),

@@ -2,16 +2,16 @@
 
 The last probe is cached in the user's cache folder, since a training job probes at every start. A cached probe counts
 only for the same machine in the same state: same boot, driver, PCI devices, NICs with a link, MIG instances, and GPUs
-that this process may open (a scheduler gives each job its own, and the device files of all of them are there). All of
-that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to seconds. A link can
-die while a machine runs, so a cached probe expires after a day, and one with a warning after minutes: a driver that
-did not answer, or a fabric that was not ready, may have recovered by then.
+that this process may open (a scheduler gives each job its own, although the device files of all of them exist). All
+of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; queries of the driver take up to seconds. A link
+can die while a machine runs, so a cached probe expires after a day, and one with a warning after minutes: a driver
+that did not answer, or a fabric that was not ready, may have recovered by then.
 
 ``CUDA_VISIBLE_DEVICES`` restricts the machine to the GPUs that it names, in its order, up to the first unknown one.
 CUDA numbers devices from the fastest down unless ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``; equal GPUs come in the
-order of their bus ids, which is the driver's. UUIDs, also shortened ones and those of MIG instances, mean one GPU
-anywhere. The first word says whether numbers, GPUs or MIG instances are named; a word of another kind ends the list,
-and a repeated word empties it. A number ends where its digits do (``torch.cuda`` reads the variable likewise).
+order of their bus ids, which is the driver's. UUIDs, also shortened ones and those of MIG instances, identify one GPU
+anywhere. The first entry decides whether numbers, GPUs or MIG instances are named; an entry of another kind ends the
+list, and a repeated entry empties it. A number ends at its last digit (``torch.cuda`` reads the variable likewise).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from topoplan.reading.probe_driver import Driver, read_driver
 from topoplan.reading.probe_nvlinks import gpus_without_peer_access, nvlink_bundles, refused_access
 
 MOST_AGE = 24 * 3600.0
-"""Seconds for which a kept probe is used."""
+"""Seconds after which a cached probe expires."""
 
 MOST_AGE_AMISS = 600.0
-"""The same for one with a warning."""
+"""Seconds after which a cached probe with a warning expires."""
 
 _VERSION = "1"
-"""Changed when a probe would find something else on the same machine."""
+"""Changed when a probe of the same machine would have another result."""
 
 
 def cache_file(sysfs: Sysfs) -> Path | None:
-    """Where the probe of this machine, as it is now, is kept; None where it is not told from others, or no home is."""
+    """Return the file that caches the probe of this machine and state; None without a boot id or a home folder."""
     boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id")
     if not boot:
         return None
@@ -71,13 +71,13 @@ def cache_file(sysfs: Sysfs) -> Path | None:
     parts += device_files("/dev")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     folders = (Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.path.expanduser("~/.cache")))
-    # A relative folder does not count, by XDG's rules; without a home there is no other.
+    # XDG: a relative folder does not count.
     folder = next((folder for folder in folders if folder.is_absolute()), None)
     return folder / "topoplan" / f"probe-{digest}.json" if folder else None
 
 
 def device_files(folder: str) -> list[str]:
-    """The NVIDIA device files that this process may open: a batch system shows each job only its GPUs."""
+    """Return the NVIDIA device files that this process may open: a batch system shows each job only its GPUs."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -91,7 +91,7 @@ def device_files(folder: str) -> list[str]:
 
 
 def mig_instances(sysfs: Sysfs) -> list[str]:
-    """MIG instances of all GPUs, such as ``gpu0 gi1 ci0``, as the driver lists them in ``/proc``."""
+    """Return the MIG instances of all GPUs, such as ``gpu0 gi1 ci0``, as the driver lists them in ``/proc``."""
     gpus = sysfs.root.parent / "proc/driver/nvidia/capabilities"
     return [
         f"{gpu} {instance} {part}"
@@ -103,7 +103,7 @@ def mig_instances(sysfs: Sysfs) -> list[str]:
 
 
 def read_cache(path: Path | None) -> Topology | None:
-    """A kept probe that is not too old, can be read, and was kept by this user, else None."""
+    """Return a cached probe that has not expired, can be parsed, and belongs to this user, else None."""
     if path is None:
         return None
     try:
@@ -119,7 +119,7 @@ def read_cache(path: Path | None) -> Topology | None:
 
 
 def write_cache(path: Path | None, topology: Topology) -> None:
-    """Keep a probe, whole or not at all, and drop outdated ones; where nothing can be written, nothing is kept."""
+    """Cache a probe atomically and delete expired ones; do nothing if the folder is not writable."""
     if path is None:
         return
     with contextlib.suppress(OSError):
@@ -137,15 +137,8 @@ def write_cache(path: Path | None, topology: Topology) -> None:
 
 
 def visible_devices(topology: Topology, environment: Mapping[str, str]) -> Topology:
-    """The machine with the GPUs that CUDA would show a process of this environment.
+    """Return the machine with the GPUs that CUDA would show a process of this environment; a ProbeError if none.
 
-    Raises
-    ------
-    ProbeError
-        None is left.
-
-    Examples
-    --------
     >>> import topoplan
     >>> visible_devices(topoplan.load("dgx-1v"), {"CUDA_VISIBLE_DEVICES": "5,4"}).gpus
     ('gpu5', 'gpu4')
@@ -187,16 +180,15 @@ def visible_devices(topology: Topology, environment: Mapping[str, str]) -> Topol
 
 
 def _words(named: str) -> list[str]:
-    """The numbers, or the identities of one kind, with which the variable begins."""
+    """Return the leading entries of the variable that are numbers, or identities of one kind."""
     kind = re.match(r"GPU-|MIG-", named)
     pattern = rf"\s*({kind[0]}\S*)" if kind else r"\s*\+?([0-9]{1,9})"
     found = [re.match(pattern, word) for word in named.split(",")]
-    told = takewhile(lambda match: match is not None, found)
-    return [match[1] if kind else str(int(match[1])) for match in told if match]
+    leading = takewhile(lambda match: match is not None, found)
+    return [match[1] if kind else str(int(match[1])) for match in leading if match]
 
 
 def _printable(named: str) -> str:
-    """The beginning of the variable, for a note."""
     text = "".join(letter if letter.isprintable() else "?" for letter in named[:60])
     return text + "…" * (len(named) > 60)
 
@@ -220,28 +212,28 @@ SYSFS_ROOT = "TOPOPLAN_SYSFS_ROOT"
 
 
 def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = False) -> Topology:
-    """Read this machine: GPUs and NVLinks from the NVIDIA driver, PCIe, CPUs and NICs from Linux.
+    """Probe this machine: GPUs and NVLinks from the NVIDIA driver, PCIe, CPUs and NICs from Linux.
 
-    The GPUs are those that CUDA shows this process (``CUDA_VISIBLE_DEVICES``), in its order; ``gpu<n>`` bears the
-    driver's number. The result is kept in the user's cache folder for a day, or for ten minutes if it has a warning, as
-    long as the machine is not started again and neither driver nor devices change.
+    The GPUs are the ones that CUDA shows this process (``CUDA_VISIBLE_DEVICES``), in its order; ``gpu<n>`` bears the
+    driver's number. The result is cached in the user's cache folder for a day, or for ten minutes if it has a warning,
+    until the machine is booted again or its driver or devices change.
 
     Parameters
     ----------
     sysfs_root : path, optional
         Folder to read in place of ``/sys``, with ``proc`` beside it (default: ``TOPOPLAN_SYSFS_ROOT``, else ``/sys``).
     refresh : bool
-        Read the machine even if a kept probe is there.
+        Probe the machine even if a cached probe exists.
 
     Returns
     -------
     Topology
-        Its ``notes`` say what is amiss (``warning: …``) and what was assumed.
+        Its ``notes`` list faults (``warning: …``) and assumptions.
 
     Raises
     ------
     UsageError
-        The folder is not there.
+        The folder does not exist.
     ProbeError
         No driver, no GPU, or no nvidia-ml-py; the message says what to install or to give instead.
     """
@@ -249,39 +241,33 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
 
 
 def probe_host(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = False) -> Topology:
-    """As `probe`, but with all GPUs that the driver shows, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Probe this machine with all GPUs that the driver shows, regardless of ``CUDA_VISIBLE_DEVICES``.
 
     For jobs in which each process of a host sees a GPU of its own: one of them reads the machine for all.
     """
     sysfs = host_sysfs(sysfs_root)
-    kept = cache_file(sysfs)
-    topology = None if refresh else read_cache(kept)
+    cached = cache_file(sysfs)
+    topology = None if refresh else read_cache(cached)
     if topology is None:
         sysfs.unreadable.clear()
         driver = read_driver()
         try:
-            made = host_topology(describe_host(driver, sysfs, platform.node() or "this machine"))
-            topology = without_peer_access(made)
+            host = describe_host(driver, sysfs, platform.node() or "this machine")
+            topology = without_peer_access(host_topology(host))
         except TopologyError as error:
             raise ProbeError(
-                f"what driver and kernel say does not fit together: {error}; give a file instead, and report this"
+                f"driver and kernel contradict each other: {error}; give a file instead, and report this"
             ) from None
-        write_cache(kept, topology)
+        write_cache(cached, topology)
     return topology
 
 
 def host_sysfs(sysfs_root: str | os.PathLike[str] | None = None) -> Sysfs:
-    """A reader of the folder that stands for ``/sys``.
-
-    Raises
-    ------
-    UsageError
-        The folder is not there.
-    """
+    """Return a reader of the folder that stands for ``/sys``; a UsageError if it does not exist."""
     named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
     if named is not None and not os.path.isdir(named):
         raise UsageError(
-            f"{os.fspath(named)!r} is no folder to read in place of /sys; name one, or leave --sysfs-root and "
+            f"{os.fspath(named)!r} is not a folder to read in place of /sys; name one, or leave --sysfs-root and "
             f"{SYSFS_ROOT} out"
         )
     return Sysfs(Path(named or "/sys").absolute())
@@ -292,7 +278,7 @@ _NVSWITCH, _DISPLAY, _NVIDIA = "0x0680", "0x03", "10de:"
 
 
 def describe_host(driver: Driver, sysfs: Sysfs, name: str) -> Host:
-    """The server as a `Host`, with a note for everything that is amiss or assumed."""
+    """Return the server as a `Host`, with a note for every fault and assumption."""
     chains = {gpu.busid: sysfs.chain(gpu.busid) for gpu in driver.gpus}
     switches, others = _nvidia_devices(sysfs, set(chains))
     bundles, nvlink_notes = nvlink_bundles(driver, switches, others)
@@ -350,7 +336,7 @@ def describe_host(driver: Driver, sysfs: Sysfs, name: str) -> Host:
 
 
 def _numa_nodes(sysfs: Sysfs, places: Mapping[str, list[SysfsDevice]]) -> dict[int, str]:
-    """NUMA nodes with their logical CPUs; where the kernel lists none, those that devices name, and else node 0."""
+    """Return NUMA nodes with their logical CPUs; if the kernel lists none, the ones that devices name, else node 0."""
     named = {device.numa for chain in places.values() for device in chain if device.numa is not None}
     return sysfs.numa_nodes() or dict.fromkeys(sorted(named) or (0,), "")
 
@@ -358,7 +344,7 @@ def _numa_nodes(sysfs: Sysfs, places: Mapping[str, list[SysfsDevice]]) -> dict[i
 def _unknown_numa_notes(
     driver: Driver, places: Mapping[str, list[SysfsDevice]], cpus: Mapping[int, str]
 ) -> tuple[str, ...]:
-    """A note on devices in the kernel's tree whose NUMA node is not told, on a machine with several."""
+    """Return a note on devices of the kernel's tree with an unknown NUMA node, on a machine with several nodes."""
     gpus = {gpu.busid: gpu for gpu in driver.gpus}
     unknown = []
     for busid, chain in places.items():
@@ -368,7 +354,7 @@ def _unknown_numa_notes(
             unknown.append(busid if gpu is None else f"gpu{gpu.index}")
     if len(cpus) < 2 or not unknown:
         return ()
-    return (f"the NUMA node of {listed(unknown)} is not told; node {min(cpus)} taken, as NCCL takes node 0",)
+    return (f"the NUMA node of {listed(unknown)} is unknown; node {min(cpus)} taken, as NCCL takes node 0",)
 
 
 def _unreadable_file_notes(sysfs: Sysfs) -> tuple[str, ...]:
@@ -377,12 +363,12 @@ def _unreadable_file_notes(sysfs: Sysfs) -> tuple[str, ...]:
     files = [path.split("/")[-2:] for path in dict.fromkeys(sysfs.unreadable)]
     names = listed(("/".join(parts) for parts in files), noun="files")
     return (
-        f"warning: files of {sysfs.root} or of proc beside it cannot be read: {names}; what they hide is assumed",
+        f"warning: files of {sysfs.root} or of proc beside it cannot be read: {names}; their content is assumed",
     )
 
 
 def _nvidia_devices(sysfs: Sysfs, shown: set[str]) -> tuple[list[str], list[str]]:
-    """Bus ids of the NVSwitch chips, and of GPUs that the driver does not show, as in a container."""
+    """Return the bus ids of the NVSwitch chips, and of GPUs that the driver does not show, as in a container."""
     switches, others = [], []
     for busid in sysfs.pci_devices():
         folder = sysfs.root / "bus/pci/devices" / busid

@@ -1,11 +1,11 @@
 """Read the PCIe tree, processors and NICs of this machine from Linux; infer the tree from the driver otherwise.
 
-``root`` stands for ``/sys`` and ``proc`` for ``/proc``, so that a container that sees the host's tree elsewhere, or a
-test, can point at it. A file that cannot be read is None.
+``root`` stands for ``/sys`` and ``proc`` beside it for ``/proc``, so that a container that sees the host's tree
+elsewhere, or a test, can point at it. A file that cannot be read is None.
 
-The bandwidth of a PCIe link is that of its lanes at the highest rate that both ends know: an idle GPU lowers its rate
-and raises it again under load. Lanes do not come back by themselves, so the present width counts. Bridges above a GPU
-or NIC alternate: a root port, the upstream port of a switch, a downstream port of it, and so on. Each has one link:
+The bandwidth of a PCIe link is that of its lanes at the highest rate that both ends support: an idle GPU lowers its
+rate and raises it again under load. Lanes do not come back by themselves, so the present width counts. Bridges above a
+GPU or NIC alternate: a root port, the upstream port of a switch, a downstream port of it, and so on. Each has one link:
 an upstream port, like a GPU, to the port above it; a root or downstream port to the device below it. So both ends
 report a link, and nothing reports the inside of a switch. Bridges to PCI and PCI-X, which break the rule, are above
 no GPU. The driver's code of each pair is used if the kernel's tree is not visible.
@@ -45,24 +45,11 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class SysfsDevice:
-    """One PCI device; None and empty where the kernel does not say.
+    """One PCI device; None and empty if the kernel does not state a value.
 
-    Parameters
-    ----------
-    busid : str
-    parent : str
-        Bus id of the bridge above; empty directly below a host bridge.
-    host_bridge : str
-        Such as ``pci0000:00``.
-    kind : str
-        PCI class, six hexadecimal digits such as ``0x030200``.
-    chip : str
-        Vendor, device, subsystem vendor and device, such as ``10de:1db1:10de:1212``.
-    numa : int or None
-    speed, most_speed : float or None
-        GT/s of a lane of the link to what is above, now and at most.
-    width, most_width : int or None
-        Lanes of it.
+    ``parent`` is the bus id of the bridge above, empty directly below a ``host_bridge`` such as ``pci0000:00``.
+    ``kind`` is the PCI class, such as ``0x030200``; ``chip`` is vendor, device, subsystem vendor and device, such as
+    ``10de:1db1:10de:1212``. Speeds are in GT/s of a lane of the link to the parent, widths in its lanes.
     """
 
     busid: str
@@ -79,21 +66,13 @@ class SysfsDevice:
 
 @dataclass(slots=True)
 class Sysfs:
-    """A reader of the tree below ``root``.
-
-    Parameters
-    ----------
-    root : Path
-        Stands for ``/sys``.
-    unreadable : list of str
-        Files that are there and could not be read, in the order of the attempts.
-    """
+    """A reader of the tree below ``root``, which stands for ``/sys``; ``unreadable`` lists files that failed."""
 
     root: Path
     unreadable: list[str] = field(default_factory=list)
 
     def text(self, path: Path) -> str | None:
-        """Content of a file without white space around it; None if it is absent or cannot be read."""
+        """Return the stripped content of a file; None if it is absent or cannot be read."""
         try:
             return path.read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
@@ -104,7 +83,7 @@ class Sysfs:
             return None
 
     def names(self, path: Path) -> list[str]:
-        """Sorted names in a folder; empty if it is absent or cannot be read."""
+        """Return the sorted names in a folder; empty if it is absent or cannot be read."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
@@ -114,16 +93,15 @@ class Sysfs:
             return []
 
     def number(self, path: Path) -> int | None:
-        """A whole number, decimal or ``0x…``; None where there is none."""
+        """Return a whole number, decimal or ``0x…``; None if the file has none."""
         text = self.text(path) or ""
         return int(text, 0) if re.fullmatch(r"-?\d{1,9}|0x[0-9a-fA-F]{1,8}", text) else None
 
     def pci_devices(self) -> list[str]:
-        """Bus ids of all PCI devices."""
         return [name for name in self.names(self.root / "bus/pci/devices") if _BUS_ID.fullmatch(name)]
 
     def pci_device(self, path: Path) -> str:
-        """Bus id of the PCI device that a link leads to; empty where it leads to none, as that of a virtual device."""
+        """Return the bus id of the PCI device that a link leads to; empty for a virtual device."""
         try:
             name = path.resolve(strict=True).name
         except (OSError, RuntimeError):
@@ -131,7 +109,7 @@ class Sysfs:
         return name if _BUS_ID.fullmatch(name) else ""
 
     def chain(self, busid: str) -> list[SysfsDevice]:
-        """A PCI device with the bridges above it, uppermost first; empty if the kernel does not know where it is."""
+        """Return a PCI device below its bridges, uppermost first; empty if the kernel does not know its place."""
         path = self.root / "bus/pci/devices" / busid
         try:
             folder = path.resolve(strict=True)
@@ -173,18 +151,18 @@ class Sysfs:
         return float(match[1]) if match else None
 
     def _width(self, path: Path) -> int | None:
-        # Kernels write 0 or 255 for a link that is not there.
+        # Kernels write 0 or 255 for an absent link.
         width = self.number(path)
         return width if width and 0 < width <= 32 else None
 
     def numa_nodes(self) -> dict[int, str]:
-        """NUMA nodes with the list of their logical CPUs, such as ``0-19,40-59``; empty if the kernel lists none."""
+        """Return NUMA nodes with their logical CPUs, such as ``0-19,40-59``; empty if the kernel lists none."""
         folder = self.root / "devices/system/node"
         numbers = sorted(int(name[4:]) for name in self.names(folder) if re.fullmatch(r"node\d{1,6}", name))
         return {number: self.text(folder / f"node{number}" / "cpulist") or "" for number in numbers}
 
     def processor(self) -> tuple[str, str, int, int]:
-        """Architecture, vendor, family and model of the CPUs; empty and 0 where unknown."""
+        """Return architecture, vendor, family and model of the CPUs; empty and 0 if unknown."""
         match = _MODALIAS.match(self.text(self.root / "devices/system/cpu/modalias") or "")
         if match:
             vendor, family, model = (int(part, 16) for part in match.groups())
@@ -192,7 +170,7 @@ class Sysfs:
         return _ARCHITECTURES.get(platform.machine().lower(), ""), "", 0, 0
 
     def processor_name(self) -> str:
-        """Such as ``Xeon E5-2698 v4``; empty where ``/proc/cpuinfo`` does not say."""
+        """Return a name such as ``Xeon E5-2698 v4``; empty if ``/proc/cpuinfo`` does not state it."""
         text = self.text(self.root.parent / "proc/cpuinfo") or ""
         match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         if not match:
@@ -228,18 +206,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class FoundNic:
-    """A NIC.
+    """A NIC, such as ``mlx5_0``.
 
-    Parameters
-    ----------
-    adapter : str
-        Such as ``mlx5_0``.
-    busid : str
-        Empty where the kernel gives none.
-    gigabits : float or None
-        Gb/s of its active ports together; None where the kernel does not say.
-    active : bool
-        Some port is.
+    ``busid`` is empty if the kernel gives none. ``gigabits`` is Gb/s of its active ports together, None if unknown.
+    ``active``: a port is up.
     """
 
     adapter: str
@@ -249,7 +219,7 @@ class FoundNic:
 
 
 def find_nics(sysfs: Sysfs, *, slowest: float = SLOWEST) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
-    """NICs in natural order of their adapters' names, and notes; ``slowest`` is the least Gb/s of an interface."""
+    """Return NICs in natural order of their adapters' names, and notes; ``slowest`` is in Gb/s of an interface."""
     adapters = _natural(sysfs.names(sysfs.root / "class/infiniband"))
     names = _natural(sysfs.names(sysfs.root / "class/net"))
     found = _physical(sysfs, [_rdma(sysfs, name) for name in adapters])
@@ -266,7 +236,7 @@ def find_nics(sysfs: Sysfs, *, slowest: float = SLOWEST) -> tuple[tuple[FoundNic
 
 
 def _physical(sysfs: Sysfs, nics: Sequence[FoundNic | None]) -> list[FoundNic]:
-    """The NICs but virtual functions of others among them; a container may hold such a function alone."""
+    """Drop virtual functions of NICs that are in the list; a container may hold such a function alone."""
     found = [nic for nic in nics if nic is not None]
     listed = {nic.busid for nic in found}
     devices = sysfs.root / "bus/pci/devices"
@@ -288,7 +258,7 @@ def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
 
 
 def _interface(sysfs: Sysfs, name: str, slowest: float) -> FoundNic | None:
-    """A physical network interface that is up and fast enough."""
+    """Return a physical network interface that is up and fast enough, else None."""
     folder = sysfs.root / "class/net" / name
     busid = sysfs.pci_device(folder / "device")
     if not busid or sysfs.text(folder / "operstate") in ("down", "notpresent"):
@@ -300,7 +270,7 @@ def _interface(sysfs: Sysfs, name: str, slowest: float) -> FoundNic | None:
 
 
 def _natural(names: list[str]) -> list[str]:
-    """``mlx5_2`` before ``mlx5_10``."""
+    """Sort ``mlx5_2`` before ``mlx5_10``."""
     return sorted(
         names,
         key=lambda name: [
@@ -314,7 +284,7 @@ _GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 @dataclass(frozen=True, slots=True)
 class PcieSide:
-    """PCI devices with GPUs and NICs among them, a bridge before what is below it, and notes."""
+    """PCI devices with GPUs and NICs among them, a bridge before the devices below it, and notes."""
 
     tree: tuple[PciDevice, ...]
     notes: tuple[str, ...]
@@ -323,18 +293,10 @@ class PcieSide:
 def kernel_tree(
     chains: Mapping[str, list[SysfsDevice]], kinds: Mapping[str, str], driver: Driver, cpus: list[int]
 ) -> PcieSide:
-    """The tree as the kernel shows it.
+    """Return the tree as the kernel shows it.
 
-    Parameters
-    ----------
-    chains : mapping of str to list of SysfsDevice
-        For the bus id of each GPU and NIC its devices from the host bridge down, empty where the kernel has none.
-    kinds : mapping of str to str
-        gpu or nic, by bus id.
-    driver : Driver
-        What GPUs say of their own links.
-    cpus : list of int
-        NUMA nodes.
+    ``chains`` hold for the bus id of each GPU and NIC its devices from the host bridge down, empty if the kernel has
+    none; ``kinds`` are gpu or nic. The driver adds the GPUs' own links; ``cpus`` are NUMA nodes.
     """
     gpus = {gpu.busid: gpu for gpu in driver.gpus}
     found: dict[str, PciDevice] = {}
@@ -372,12 +334,12 @@ def kernel_tree(
 
 
 def _numa_nodes(chains: Mapping[str, list[SysfsDevice]], gpus: Mapping[str, DriverGpu]) -> dict[str, int]:
-    """NUMA node by the uppermost device of a chain, and by its host bridge for chains of which nothing tells."""
+    """Return NUMA nodes by the uppermost device of a chain, and by its host bridge for chains that state none."""
     nodes: dict[str, int] = {}
     for busid, chain in sorted(chains.items()):
         gpu = gpus.get(busid)
-        said = [*(device.numa for device in reversed(chain)), gpu.numa if gpu is not None else None]
-        numa = next((node for node in said if node is not None), None)
+        stated = [*(device.numa for device in reversed(chain)), gpu.numa if gpu is not None else None]
+        numa = next((node for node in stated if node is not None), None)
         if numa is not None:
             for place in (chain[0].busid, chain[0].host_bridge) if chain else (busid,):
                 nodes.setdefault(place, numa)
@@ -391,7 +353,7 @@ def _bandwidth(
     notes: list[str],
     assumed: list[str],
 ) -> float:
-    """GB/s of the link of one device of a chain: of a port downwards, without notes, of any other to the port above."""
+    """Return the GB/s of a device's link: of a port downwards, without notes, of any other to the port above."""
     if place % 2 == 0 and place + 1 < len(chain):
         return _bandwidth(chain, place + 1, gpus, [], [])
     device = chain[place]
@@ -419,13 +381,13 @@ def _bandwidth(
         rate = LANE[_GENERATIONS[gpu.generation]]
         notes.append(
             f"warning: gpu{gpu.index}: its PCIe link runs at generation {gpu.generation} under load, both ends "
-            "can do more"
+            "support more"
         )
     return width * rate
 
 
 def _lane(device: SysfsDevice | None, above: SysfsDevice | None, gpu: DriverGpu | None) -> float:
-    """GB/s of a lane at the highest rate that both ends know."""
+    """Return the GB/s of a lane at the highest rate that both ends support."""
     rates = [end.most_speed for end in (device, above) if end is not None and end.most_speed]
     if not rates and gpu is not None and gpu.most_generation in _GENERATIONS:
         rates = [_GENERATIONS[gpu.most_generation]]
@@ -433,7 +395,7 @@ def _lane(device: SysfsDevice | None, above: SysfsDevice | None, gpu: DriverGpu 
 
 
 def driver_tree(driver: Driver) -> PcieSide:
-    """The tree that the driver's common ancestors of each pair imply, for a container without the kernel's tree."""
+    """Return the tree that the driver's common ancestors imply, for a container without the kernel's tree."""
     names = {gpu.index: gpu.busid for gpu in driver.gpus}
     distance = {(names[a], names[b]): CODES.index(code) for (a, b), code in driver.ancestors.items()}
     affinity = {gpu.busid: str(gpu.numa) for gpu in driver.gpus if gpu.numa is not None}
@@ -447,5 +409,5 @@ def driver_tree(driver: Driver) -> PcieSide:
         above = parent if parent in tree.parents else ""
         kind = "gpu" if gpu is not None else "bridge"
         devices.append(PciDevice(child, kind, above, int(tree.root(child).removeprefix("cpu")), bandwidth))
-    note = "the kernel's PCIe tree is not visible here: placed by what the driver says of each pair"
+    note = "the kernel's PCIe tree is not visible here: placed by the driver's common ancestor of each pair"
     return PcieSide(tuple(devices), (note, *tree.notes))

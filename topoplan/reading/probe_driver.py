@@ -1,6 +1,6 @@
 """Query the NVIDIA driver through NVML: identity, NVLinks and PCIe link of GPUs, peer access of pairs.
 
-Read through nvidia-ml-py. The order is NVML's, by PCI bus id, which need not be CUDA's.
+Queries go through nvidia-ml-py. The order is NVML's, by PCI bus id, which may differ from CUDA's.
 
 Each function of NVML can answer NotSupported, Unknown or FunctionNotFound on its own, by GPU, driver and container.
 Such a failure is None to the caller, and is counted; the probe reports the failures at its end. Only a driver that
@@ -29,21 +29,15 @@ PROBE_ALTERNATIVES = (
     "or nvidia-smi topo -m | topoplan plan -"
 )
 
-_NO_SUCH_THING = ("NVMLError_InvalidArgument", "NVMLError_NotSupported", "NVMLError_NotFound")
+_UNSUPPORTED = ("NVMLError_InvalidArgument", "NVMLError_NotSupported", "NVMLError_NotFound")
 
 
 class NvmlSession:
     """An open connection to NVML; use as a context manager.
 
-    Attributes
-    ----------
-    nvml : module
-        ``pynvml`` of nvidia-ml-py, for its constants.
-    unanswered : Counter of (str, str)
-        Calls that failed, by function and kind of error. NotSupported, InvalidArgument and NotFound do not count: they
-        say that the hardware has no such thing.
-    failures : int
-        How many of those were no missing function: the driver knows the question and fails to answer.
+    ``nvml`` is ``pynvml`` of nvidia-ml-py, for its constants. ``unanswered`` counts failed calls by function and kind
+    of error, without NotSupported, InvalidArgument and NotFound: they say that the hardware lacks the feature.
+    ``failures`` counts those other than a missing function: the driver knows the function and fails to answer.
     """
 
     def __init__(self) -> None:
@@ -52,7 +46,7 @@ class NvmlSession:
         self.failures = 0
 
     def __enter__(self) -> NvmlSession:
-        """Open the connection; ProbeError if there is no driver to answer."""
+        """Open the connection; ProbeError if no driver answers."""
         try:
             self.nvml.nvmlInit()
         except self.nvml.NVMLError as error:
@@ -60,29 +54,28 @@ class NvmlSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         try:
             self.nvml.nvmlShutdown()
         except self.nvml.NVMLError as error:
             self.unanswered["nvmlShutdown", type(error).__name__] += 1
 
     def ask(self, function: str, *arguments: object, kind: type[Value], newer: bool = False) -> Value | None:
-        """The answer of ``nvml<function>``, None where there is none or one of another kind.
+        """Return the result of ``nvml<function>``; None if it failed or is of another kind.
 
-        ``newer`` is for what only newer GPUs have: a driver that is too old to know the function hides nothing.
+        ``newer`` marks a feature of newer GPUs: a driver that is too old to know the function hides nothing.
         """
         try:
             answer = getattr(self.nvml, f"nvml{function}")(*arguments)
         except (self.nvml.NVMLError, AttributeError, UnicodeError) as error:
             name = type(error).__name__
-            if name not in _NO_SUCH_THING and not (newer and name == "NVMLError_FunctionNotFound"):
+            if name not in _UNSUPPORTED and not (newer and name == "NVMLError_FunctionNotFound"):
                 self.unanswered[function, name.removeprefix("NVMLError_")] += 1
                 self.failures += name != "NVMLError_FunctionNotFound"
             return None
         return answer if isinstance(answer, kind) else None
 
     def field(self, device: object, field: int, scope: int = 0) -> int | None:
-        """A field value of a device, such as the speed of one link; None where there is none."""
+        """Return a field value of a device, such as the speed of one link; None if it has none."""
         values = self.ask("DeviceGetFieldValues", device, [(field, scope)], kind=object)
         if values is None:
             return None
@@ -99,7 +92,7 @@ class NvmlSession:
         return int(getattr(value.value, name)) if name else None
 
     def note(self) -> tuple[str, ...]:
-        """One line for all that went unanswered, if anything did."""
+        """Return one line for all calls that failed, if any did."""
         if not self.unanswered:
             return ()
         calls = [
@@ -107,7 +100,7 @@ class NvmlSession:
             for (function, error), times in sorted(self.unanswered.items())
         ]
         more = f" and {len(calls) - 6} more" if len(calls) > 6 else ""
-        return (f"warning: the driver did not answer {', '.join(calls[:6])}{more}; what it hides is assumed",)
+        return (f"warning: the driver did not answer {', '.join(calls[:6])}{more}; the values are assumed",)
 
 
 def _load() -> ModuleType:
@@ -127,7 +120,7 @@ def _load() -> ModuleType:
 
 def _no_driver(kind: str, message: str) -> str:
     if kind == "NVMLError_LibraryNotFound":
-        cause = "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found); install it"
+        cause = "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found); install it"
     elif kind == "NVMLError_DriverNotLoaded":
         cause = "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia) and see dmesg"
     elif kind == "NVMLError_LibRmVersionMismatch":
@@ -140,7 +133,7 @@ def _no_driver(kind: str, message: str) -> str:
 
 
 MOST_LINKS = 36
-"""Links that a GPU is asked for where it does not state their number."""
+"""Links that are queried of a GPU that does not state their number."""
 
 _UP = (1, 2)
 """Active, and asleep until there is traffic; 3, of newer drivers, is a link that is up and may carry none."""
@@ -150,21 +143,11 @@ _FAR_ENDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}
 
 @dataclass(frozen=True, slots=True)
 class DriverLink:
-    """One NVLink of a GPU as the driver sees it; None where it did not answer.
+    """One NVLink of a GPU; None if the driver did not answer.
 
-    Parameters
-    ----------
-    number : int
-    active, peer_to_peer : bool or None
-        Whether it is up, and whether it may carry traffic between GPUs.
-    version : int or None
-        NVML's enumeration: 1 is NVLink 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0, 8 is 6.0.
-    speed : float or None
-        GB/s per direction.
-    remote : str or None
-        Bus id of the far end; empty where it is hidden.
-    end : str or None
-        gpu, cpu or nvswitch.
+    ``peer_to_peer``: it may carry traffic between GPUs. ``version`` is NVML's enumeration: 1 is NVLink 1.0, 2 and 3 are
+    2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0, 8 is 6.0. ``speed`` is in GB/s per direction. ``remote`` is the bus id of
+    the far end, empty if it is hidden; ``end`` is gpu, cpu or nvswitch.
     """
 
     number: int
@@ -177,7 +160,7 @@ class DriverLink:
 
 
 def read_links(answers: NvmlSession, handle: object) -> tuple[tuple[DriverLink, ...], bool]:
-    """The links that exist, in the order of their numbers and without gaps, and whether no question failed."""
+    """Return the links that exist, in the order of their numbers without gaps, and whether every query succeeded."""
     nvml = answers.nvml
     failures = answers.failures
     count = answers.field(handle, nvml.NVML_FI_DEV_NVLINK_LINK_COUNT)
@@ -195,8 +178,8 @@ def read_links(answers: NvmlSession, handle: object) -> tuple[tuple[DriverLink, 
         )
         kind = answers.ask("DeviceGetNvLinkRemoteDeviceType", handle, number, kind=int, newer=True)
         speed = _speed(answers, handle, number)
-        said = any(answer is not None for answer in (state, info, version, allowed, kind, speed))
-        if said or count is not None:
+        answered = any(answer is not None for answer in (state, info, version, allowed, kind, speed))
+        if answered or count is not None:
             existing = number + 1
         links.append(
             DriverLink(
@@ -213,7 +196,7 @@ def read_links(answers: NvmlSession, handle: object) -> tuple[tuple[DriverLink, 
 
 
 def remote_bus_id(info: object) -> str:
-    """Bus id in NVML's PCI info; empty for a device that is hidden: ``FFFFFFF:FFFF:FF`` or nothing."""
+    """Return the bus id in NVML's PCI info; empty for a hidden device: ``FFFFFFF:FFFF:FF`` or nothing."""
     text = getattr(info, "busId", "")
     text = text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
     try:
@@ -223,7 +206,7 @@ def remote_bus_id(info: object) -> str:
 
 
 def _speed(answers: NvmlSession, handle: object, number: int) -> float | None:
-    """GB/s of a link, from the field of newer drivers or from those of older ones."""
+    """Return the GB/s of a link, from the field of newer drivers or from those of older ones."""
     nvml = answers.nvml
     older = getattr(nvml, f"NVML_FI_DEV_NVLINK_SPEED_MBPS_L{number}", None)
     fields = [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, number), *([(older, 0)] if older else [])]
@@ -236,7 +219,7 @@ def _speed(answers: NvmlSession, handle: object, number: int) -> float | None:
 
 _P2P_READ, _P2P_NVLINK = 0, 2
 _NODE_WORDS = 16
-"""Words of 64 NUMA nodes that the driver is given to fill: Linux has no more than 1024 nodes."""
+"""Words of 64 NUMA nodes that the driver is given to fill: Linux has at most 1024 nodes."""
 _ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _P2P_STATUS = (
     "",
@@ -251,31 +234,13 @@ _P2P_STATUS = (
 
 @dataclass(frozen=True, slots=True)
 class DriverGpu:
-    """One GPU; None and empty where the driver did not answer.
+    """One GPU; None and empty if the driver did not answer.
 
-    Parameters
-    ----------
-    index : int
-        NVML's number.
-    busid, name, uuid : str
-    sm : int or None
-        Compute capability, 70 for 7.0.
-    links : tuple of DriverLink
-        Those that exist, up or not.
-    links_told : bool
-        Whether the driver failed no question about them.
-    generation, most_generation, width, most_width : int or None
-        PCIe: current and largest possible.
-    idle : bool
-        The GPU is in a power-saving state, in which the PCIe generation drops.
-    numa : int or None
-        NUMA node of its CPU.
-    mig : tuple of str or None
-        UUIDs of its MIG instances if MIG mode is on, else None.
-    c2c : float
-        GB/s per direction to its CPU over chip-to-chip links.
-    fabric : str
-        What keeps it out of the NVLink fabric, empty if nothing does.
+    ``index`` is NVML's number, ``sm`` 70 for compute capability 7.0. ``links`` exist, up or not;
+    ``links_complete``: no query about them failed. ``generation`` and ``width`` are of PCIe, now and at most; ``idle``
+    is a power-saving state, in which the generation drops. ``mig`` lists UUIDs of instances, None if MIG mode is off.
+    ``c2c`` is in GB/s per direction to its CPU over chip-to-chip links. ``fabric`` is the reason that keeps it out of
+    the NVLink fabric, empty if it is in.
     """
 
     index: int
@@ -284,7 +249,7 @@ class DriverGpu:
     uuid: str
     sm: int | None
     links: tuple[DriverLink, ...]
-    links_told: bool
+    links_complete: bool
     generation: int | None
     most_generation: int | None
     width: int | None
@@ -298,17 +263,10 @@ class DriverGpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What the driver says of a machine.
+    """The driver's description of a machine.
 
-    Parameters
-    ----------
-    version : str
-    gpus : tuple of DriverGpu
-    refused_nvlink, refused : dict of (int, int) to str
-        Pairs of GPUs, lower index first, whose peer-to-peer access over NVLink, or at all, is refused, and why.
-    ancestors : dict of (int, int) to str
-        Code of each pair as in ``nvidia-smi topo -m``, NVLinks left aside.
-    notes : tuple of str
+    ``refused_nvlink`` and ``refused`` hold pairs of GPUs, lower index first, whose peer-to-peer access over NVLink, or
+    at all, is refused, with the reason. ``ancestors`` are codes as in ``nvidia-smi topo -m``, NVLinks left aside.
     """
 
     version: str
@@ -320,18 +278,12 @@ class Driver:
 
 
 def read_driver() -> Driver:
-    """Ask the driver everything.
-
-    Raises
-    ------
-    ProbeError
-        No nvidia-ml-py, no driver, or no GPU.
-    """
+    """Query the driver; a ProbeError says that nvidia-ml-py, the driver or a GPU is missing."""
     with NvmlSession() as answers:
         count = answers.ask("DeviceGetCount", kind=int)
         if not count:
             raise ProbeError(
-                "the NVIDIA driver is there but shows no GPU; look at the container's devices and lspci, "
+                "the NVIDIA driver is loaded but shows no GPU; look at the container's devices and lspci, "
                 f"{PROBE_ALTERNATIVES}"
             )
         handles = {}
@@ -370,7 +322,7 @@ def read_driver() -> Driver:
 def _refused(
     answers: NvmlSession, pairs: dict[tuple[int, int], tuple[object, object]], capability: int
 ) -> dict[tuple[int, int], str]:
-    """Pairs for which the driver says no, with its reason, in either direction."""
+    """Return the pairs for which the driver refuses access in either direction, with its reason."""
     refused = {}
     for pair, (first, second) in pairs.items():
         for ends in ((first, second), (second, first)):
@@ -387,7 +339,7 @@ def _bus_id(answers: NvmlSession, handle: object) -> str | None:
 
 def _gpu(answers: NvmlSession, index: int, handle: object, busid: str) -> DriverGpu:
     capability = _pair(answers.ask("DeviceGetCudaComputeCapability", handle, kind=object))
-    links, told = read_links(answers, handle)
+    links, complete = read_links(answers, handle)
     state = answers.ask("DeviceGetPerformanceState", handle, kind=int)
     return DriverGpu(
         index=index,
@@ -396,7 +348,7 @@ def _gpu(answers: NvmlSession, index: int, handle: object, busid: str) -> Driver
         uuid=answers.ask("DeviceGetUUID", handle, kind=str) or "",
         sm=None if capability is None else 10 * capability[0] + capability[1],
         links=links,
-        links_told=told,
+        links_complete=complete,
         generation=answers.ask("DeviceGetCurrPcieLinkGeneration", handle, kind=int),
         most_generation=answers.ask("DeviceGetMaxPcieLinkGeneration", handle, kind=int),
         width=answers.ask("DeviceGetCurrPcieLinkWidth", handle, kind=int),
@@ -410,7 +362,7 @@ def _gpu(answers: NvmlSession, index: int, handle: object, busid: str) -> Driver
 
 
 def _numa_node(answers: NvmlSession, handle: object) -> int | None:
-    """The NUMA node nearest to a GPU, None where it is not one; NVML's NumaNodeId is that of the GPU's own memory."""
+    """Return the NUMA node nearest to a GPU, None unless it is one; NVML's NumaNodeId is of the GPU's own memory."""
     scope = answers.nvml.NVML_AFFINITY_SCOPE_NODE
     answer = answers.ask("DeviceGetMemoryAffinity", handle, _NODE_WORDS, scope, kind=object, newer=True)
     words: list[int] = [] if answer is None else list(answer)  # type: ignore[call-overload]
@@ -419,14 +371,14 @@ def _numa_node(answers: NvmlSession, handle: object) -> int | None:
 
 
 def _pair(answer: object) -> tuple[int, int] | None:
-    """Two numbers, which NVML's Python binding gives as a tuple or as a list."""
+    """Return two numbers, which NVML's Python binding gives as a tuple or as a list."""
     if isinstance(answer, (tuple, list)) and len(answer) == 2:
         return int(answer[0]), int(answer[1])
     return None
 
 
 def _mig(answers: NvmlSession, handle: object) -> tuple[str, ...] | None:
-    """UUIDs of the MIG instances; None if MIG mode is off or unknown."""
+    """Return the UUIDs of the MIG instances; None if MIG mode is off or unknown."""
     mode = _pair(answers.ask("DeviceGetMigMode", handle, kind=object, newer=True))
     if not mode or not mode[0]:
         return None
@@ -449,7 +401,7 @@ _STATES = {1: "registration has not started", 2: "registration is in progress"}
 
 
 def fabric_state(answers: NvmlSession, handle: object) -> str:
-    """What keeps the GPU out of the fabric; empty if it is in, if there is none, or if the driver does not say."""
+    """Return the reason that keeps the GPU out of the fabric; empty if it is in, or the driver states none."""
     for function, structure in (
         ("DeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfoV_t"),
         ("DeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),

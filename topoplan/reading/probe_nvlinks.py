@@ -1,9 +1,8 @@
 """Bundle the NVLinks of a probed machine by far end, and note faults and refused peer access.
 
 A link counts if it is up at both ends and may be used. Its bandwidth is the nominal one of its generation, as in the
-library, unless the driver states a tenth less or lower, or the generation is newer than the known ones: then it is
-the driver's figure. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are
-line rates.
+library. If the driver states at least a tenth less, or the generation is newer than the known ones, it is the driver's
+figure. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are line rates.
 
 Two GPUs see a link between them each from its end. If the driver failed to report something of one end, the other end
 counts; if both failed, the fuller report counts, since a failed call hides links and never adds any.
@@ -28,15 +27,10 @@ from topoplan.units import counted, summed
 def refused_access(
     driver: Driver, bundles: Mapping[str, tuple[NvlinkBundle, ...]], cpu_of: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """One line for each reason, pairs below one CPU apart from pairs across CPUs; GPUs in MIG mode have none.
+    """Return a note for each reason of refused access over PCIe, pairs below one CPU apart from pairs across CPUs.
 
-    Parameters
-    ----------
-    driver : Driver
-    bundles : mapping of str to tuple of NvlinkBundle
-        By bus id; pairs that NVLink joins, directly or at a switch, are not meant.
-    cpu_of : mapping of str to int
-        NUMA node of each GPU by its bus id.
+    Pairs that NVLink joins, directly or at a switch, and GPUs in MIG mode are left out. ``cpu_of`` holds the NUMA node
+    of each GPU by its bus id.
     """
     busid = {gpu.index: gpu.busid for gpu in driver.gpus}
     switched = {one for one, found in bundles.items() if any(bundle.end == "nvswitch" for bundle in found)}
@@ -58,7 +52,7 @@ def refused_access(
 
 
 def gpus_without_peer_access(driver: Driver) -> frozenset[int]:
-    """Indices of GPUs whose access to every other GPU is refused, NVLink or not: as in MIG mode, or behind ACS."""
+    """Return the indices of GPUs whose access to every other GPU is refused: as in MIG mode, or behind ACS."""
     every = {gpu.index for gpu in driver.gpus}
     return frozenset(
         index
@@ -71,7 +65,7 @@ def gpus_without_peer_access(driver: Driver) -> frozenset[int]:
 def without_refused_nvlinks(
     driver: Driver, bundles: Mapping[str, list[NvlinkBundle]]
 ) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
-    """Without the NVLinks over which the driver refuses access, and a warning for each."""
+    """Drop the NVLinks over which the driver refuses access, with a warning for each."""
     bundles = dict(bundles)
     busid = {gpu.index: gpu.busid for gpu in driver.gpus}
     switched = {gpu.index for gpu in driver.gpus if any(b.end == "nvswitch" for b in bundles[gpu.busid])}
@@ -109,23 +103,16 @@ NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
 
 FULL_SPEED = 0.9
-"""A link is whole if its stated speed is at least this share of the nominal one."""
+"""Least share of the nominal speed at which a link counts as whole."""
 
 _HIDDEN = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedNvlink:
-    """A link that is up, as one end sees it: where it leads, and how fast it is.
+    """A link that is up, as one end sees it, in GB/s per direction.
 
-    Parameters
-    ----------
-    end : str
-        One of `topoplan.machine.host.NVLINK_ENDS`.
-    target : str
-        Bus id of the far end, empty where it is hidden.
-    bandwidth : float
-        GB/s per direction.
+    ``end`` is one of `topoplan.machine.host.NVLINK_ENDS`, ``target`` the bus id of the far end, empty if it is hidden.
     """
 
     end: str
@@ -136,15 +123,10 @@ class ProbedNvlink:
 def nvlink_bundles(
     driver: Driver, switches: Collection[str], others: Collection[str]
 ) -> tuple[dict[str, tuple[NvlinkBundle, ...]], tuple[str, ...]]:
-    """Bundles of each GPU by its bus id, and warnings.
+    """Return the bundles of each GPU by its bus id, and warnings.
 
-    Parameters
-    ----------
-    driver : Driver
-    switches : collection of str
-        Bus ids of the NVSwitch chips that the kernel lists.
-    others : collection of str
-        Bus ids of GPUs that the kernel lists and the driver does not show.
+    ``switches`` are bus ids of the NVSwitch chips that the kernel lists, ``others`` those of GPUs that the kernel lists
+    and the driver does not show.
     """
     gpus = {gpu.busid: gpu for gpu in driver.gpus}
     notes: list[str] = []
@@ -179,8 +161,10 @@ def _probed_nvlinks(
     notes = []
     if down and len(down) < len(gpu.links):
         several = len(down) > 1
-        what = f"NVLink{'s' * several} {_numbers(down)} of {len(gpu.links)} {'are' if several else 'is'} down"
-        notes.append(f"warning: {name}: {what}")
+        links = (
+            f"NVLink{'s' * several} {_numbers(down)} of {len(gpu.links)} {'are' if several else 'is'} down"
+        )
+        notes.append(f"warning: {name}: {links}")
     if barred:
         notes.append(
             f"warning: {name}: NVLink {_numbers(barred)} may not carry traffic between GPUs; left out"
@@ -191,7 +175,7 @@ def _probed_nvlinks(
 def _far_end(
     link: DriverLink, gpus: Collection[str], switches: Collection[str], others: Collection[str]
 ) -> str:
-    """What a link leads to: by bus id where it is visible, else by the driver's word, else a hidden NVSwitch."""
+    """Return the kind of a link's far end: by its bus id if visible, else as the driver states, else an NVSwitch."""
     if link.remote in gpus or link.remote in others or (link.remote and link.end == "gpu"):
         return "gpu"
     if link.remote in switches:
@@ -210,7 +194,7 @@ def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
 
 
 def _no_link_up_notes(driver: Driver) -> list[str]:
-    """GPUs of which no link is up: a fault beside others that have some, else a machine that is not wired."""
+    """Return a note on GPUs without a link up: a fault beside others that have some, else a machine without NVLink."""
     able = [gpu for gpu in driver.gpus if gpu.links and gpu.mig is None]
     dark = [gpu for gpu in able if all(link.active is False for link in gpu.links)]
     if not dark:
@@ -221,19 +205,19 @@ def _no_link_up_notes(driver: Driver) -> list[str]:
 
 
 def _unknown_end_notes(driver: Driver) -> list[str]:
-    """Links of which the driver does not say where they lead; GPUs with the same ones in one line."""
-    untold: dict[str, list[str]] = {}
+    """Return notes on links whose far end the driver does not state; GPUs with the same ones in one line."""
+    unknown: dict[str, list[str]] = {}
     for gpu in driver.gpus:
         numbers = [link.number for link in gpu.links if link.active is not False and not has_known_end(link)]
         if numbers and gpu.mig is None:
-            untold.setdefault(_numbers(numbers), []).append(f"gpu{gpu.index}")
+            unknown.setdefault(_numbers(numbers), []).append(f"gpu{gpu.index}")
     return [
-        f"warning: {listed(names)}: where NVLink {text} leads is not told" for text, names in untold.items()
+        f"warning: {listed(names)}: far end of NVLink {text} is unknown" for text, names in unknown.items()
     ]
 
 
 def _slow_link_notes(driver: Driver, wires: dict[str, list[ProbedNvlink]]) -> list[str]:
-    """Links slower than the fastest of all GPUs of the same model."""
+    """Return warnings on links slower than the fastest of all GPUs of the same model."""
     fastest: dict[str, float] = {}
     for gpu in driver.gpus:
         for wire in wires[gpu.busid]:
@@ -250,7 +234,7 @@ def _slow_link_notes(driver: Driver, wires: dict[str, list[ProbedNvlink]]) -> li
 
 
 def _bundled(wires: list[ProbedNvlink]) -> list[NvlinkBundle]:
-    """One bundle for each far end; all switches are one."""
+    """Return one bundle for each far end; all switches are one."""
     found: dict[tuple[str, str], list[float]] = {}
     for wire in wires:
         found.setdefault((wire.end, "" if wire.end == "nvswitch" else wire.target), []).append(wire.bandwidth)
@@ -258,7 +242,7 @@ def _bundled(wires: list[ProbedNvlink]) -> list[NvlinkBundle]:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Ascending numbers, runs shortened: ``0, 2-5``."""
+    """Return ascending numbers with runs shortened: ``0, 2-5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -269,24 +253,16 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def has_known_end(link: DriverLink) -> bool:
-    """Whether the driver says enough of where a link leads: a GPU without its bus id could be any."""
+    """Return whether the driver states the far end of a link; a GPU without its bus id could be any."""
     return bool(link.remote) or link.end in ("cpu", "nvswitch") or (link.remote == "" and link.end is None)
 
 
 def agreed_bundles(
     gpus: Mapping[str, DriverGpu], bundles: Mapping[str, list[NvlinkBundle]]
 ) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
-    """Bundles of each GPU, those between GPUs as both ends confirm them, and warnings.
-
-    Parameters
-    ----------
-    gpus : mapping of str to DriverGpu
-        By bus id.
-    bundles : mapping of str to list of NvlinkBundle
-        What each GPU by itself says is up.
-    """
+    """Return the bundles of each GPU by bus id, those between GPUs as both ends confirm them, and warnings."""
     notes: list[str] = []
-    told = {busid for busid, gpu in gpus.items() if _fully_reported(gpu)}
+    complete = {busid for busid, gpu in gpus.items() if _fully_reported(gpu)}
     direct = {
         (busid, bundle.target): bundle
         for busid, found in bundles.items()
@@ -301,22 +277,22 @@ def agreed_bundles(
             continue
         sides = {first: direct.get((first, second)), second: direct.get((second, first))}
         counts = [side.count if side else 0 for side in sides.values()]
-        words = [sides[busid] for busid in sides if busid in told]
-        if (words and None in words) or len({side.count for side in words if side}) > 1:
+        reported = [sides[busid] for busid in sides if busid in complete]
+        if (reported and None in reported) or len({side.count for side in reported if side}) > 1:
             notes.append(
                 f"warning: gpu{gpus[first].index}-gpu{gpus[second].index}: the two ends show {counts[0]} and "
                 f"{counts[1]} NVLinks up; the smaller number counts"
             )
-        if None in words:
+        if None in reported:
             continue
-        # An end that did not tell all shows too few, never too many.
-        known = [side for side in words or sides.values() if side]
-        agreed = (min if words else max)(known, key=lambda side: (side.count, side.bandwidth))
+        # An incomplete end shows too few links, never too many.
+        known = [side for side in reported or sides.values() if side]
+        agreed = (min if reported else max)(known, key=lambda side: (side.count, side.bandwidth))
         result[first].append(NvlinkBundle("gpu", second, agreed.count, agreed.bandwidth))
         result[second].append(NvlinkBundle("gpu", first, agreed.count, agreed.bandwidth))
     return result, notes
 
 
 def _fully_reported(gpu: DriverGpu) -> bool:
-    """Whether the driver says of every link of a GPU whether it is up and where it leads."""
-    return gpu.links_told and all(link.active is False or has_known_end(link) for link in gpu.links)
+    """Return whether the driver states of every link of a GPU whether it is up, and its far end."""
+    return gpu.links_complete and all(link.active is False or has_known_end(link) for link in gpu.links)

@@ -1,4 +1,4 @@
-"""Read the output of ``rocm-smi --showtopo`` and ``amd-smi topology`` to a Topology.
+"""Convert the output of ``rocm-smi --showtopo`` and ``amd-smi topology`` to a Topology.
 
 Both print tables of every GPU against every other: access, weight, hops, link type, and bandwidth of direct links,
 plus the NUMA node of each GPU in rocm-smi. Infinity Fabric (XGMI) needs care:
@@ -8,7 +8,7 @@ plus the NUMA node of each GPU in rocm-smi. Infinity Fabric (XGMI) needs care:
 - the bandwidth, ``least-most`` in MB/s, is that of a direct link, and 0 or none without one; some drivers print
   N/A or ``0-0`` everywhere.
 
-Bandwidths state how many links join two GPUs, weights only that some do. The graph of neighbours is then looked up
+Bandwidths state how many links join two GPUs, weights only whether any do. The graph of neighbours is then looked up
 among known machines: if exactly one has it, and the numbers of its links follow, they are taken (a mesh of all GPUs
 belongs to several products and decides nothing). The machine has to be named if neither bandwidths nor weights are
 stated. PCIe weights are 40 within a socket and more across; 2 hops pass one CPU, 3 pass two.
@@ -44,7 +44,7 @@ _TITLES = {
     "bandwidth": r"NUMA BW TABLE:|Bandwidth between two GPUs",
     "numa": r"Numa Nodes",
 }
-"""The tables that are read, by amd-smi's titles and rocm-smi's."""
+"""Titles of the tables that are parsed, amd-smi's and rocm-smi's."""
 
 _TITLE = re.compile("|".join(f"(?P<{key}>{pattern})" for key, pattern in _TITLES.items()))
 _OTHER_TITLE = re.compile(r"[A-Z][A-Z -]* TABLE:|Legend:|=+ .* =+|=+")
@@ -63,20 +63,13 @@ XGMI_WEIGHT, PCIE_NEAR = 15, 40
 """Weight of one XGMI link, and of PCIe within a socket."""
 
 WIRE = 50.0
-"""GB/s of an Infinity Fabric link of MI200 GPUs; what bandwidths are divided by where all of them are its multiples."""
+"""GB/s of an Infinity Fabric link of MI200 GPUs; bandwidths are divided by it if all of them are multiples of it."""
 
 MOST_RENUMBERINGS = 10_000
-"""Most renumberings of GPUs that are compared; a graph of more is not looked up."""
+"""Largest number of renumberings of GPUs that are compared; a graph with more is not looked up."""
 
 
 def is_rocm_smi(text: str) -> bool:
-    """Whether a text is of rocm-smi or amd-smi rather than of nvidia-smi.
-
-    Examples
-    --------
-    >>> is_rocm_smi("ACCESS TABLE:\\n 0000:03:00.0"), is_rocm_smi("     GPU0 GPU1")
-    (True, False)
-    """
     return any(_TITLE.search(line) for line in text.splitlines())
 
 
@@ -84,14 +77,8 @@ def is_rocm_smi(text: str) -> bool:
 class RocmTables:
     """The tables of one listing.
 
-    Parameters
-    ----------
-    gpus : tuple of str
-        As the first table heads its columns: ``GPU0`` or bus ids.
-    cells : dict of str to dict of (str, str) to str
-        By table (``weight``, ``type``, …) the cell of each pair, row first; a table that is not printed is missing.
-    numa : dict of str to int
-        NUMA nodes, where they are told.
+    ``gpus`` are the columns of the table of link types: ``GPU0`` or bus ids. ``cells`` hold by table (``weight``,
+    ``type``, …) the cell of each pair, row first; a table that is not printed is missing.
     """
 
     gpus: tuple[str, ...]
@@ -99,31 +86,18 @@ class RocmTables:
     numa: dict[str, int]
 
     def number(self, table: str, first: str, second: str) -> int | None:
-        """The number in a cell; None where there is none."""
+        """Return the number in a cell; None if the cell has none."""
         text = self.cells.get(table, {}).get((first, second), "N/A")
         return int(text) if text.isdigit() else None
 
     def megabytes(self, first: str, second: str) -> int:
-        """MB/s of the direct link between two GPUs, the most that is printed; 0 where none is."""
+        """Return the MB/s of the direct link between two GPUs, the most that is printed; 0 if none is."""
         text = self.cells.get("bandwidth", {}).get((first, second), "N/A")
         return 0 if text == "N/A" else int(text.split("-")[-1])
 
 
 def read_tables(text: str) -> RocmTables:
-    """Read and check the tables.
-
-    Raises
-    ------
-    TopologyError
-        A table is cut, has an unknown cell, or is not symmetric; the message names table, row and column. There is no
-        table of link types.
-
-    Examples
-    --------
-    >>> tables = read_tables("LINK TYPE TABLE:\\n  GPU0 GPU1\\nGPU0 SELF XGMI\\nGPU1 XGMI SELF")
-    >>> tables.gpus, tables.cells["type"]["GPU0", "GPU1"]
-    (('GPU0', 'GPU1'), 'XGMI')
-    """
+    """Parse and check the tables; a TopologyError names table, row and column."""
     table = ""
     columns: tuple[str, ...] = ()
     cells: dict[str, dict[tuple[str, str], str]] = {}
@@ -135,7 +109,7 @@ def read_tables(text: str) -> RocmTables:
         if title or _OTHER_TITLE.fullmatch(line.strip()):
             table, columns = (title.lastgroup or "") if title else "", ()
             if table and table in heads:
-                raise TopologyError(f"the table of {_named(table)} is there twice; give one listing")
+                raise TopologyError(f"the table of {_named(table)} occurs twice; give one listing")
             continue
         node = _NODE.match(line.strip())
         if node:
@@ -152,9 +126,7 @@ def read_tables(text: str) -> RocmTables:
                 columns = heads[table] = tuple(words)
                 name, times = Counter(columns).most_common(1)[0]
                 if times > 1:
-                    raise TopologyError(
-                        f"{_named(table)}: column {name[:40]} is there twice; give one listing"
-                    )
+                    raise TopologyError(f"{_named(table)}: column {name[:40]} occurs twice; give one listing")
                 cells[table], rows[table] = {}, set()
             continue
         name, *values = words
@@ -164,22 +136,22 @@ def read_tables(text: str) -> RocmTables:
         rows[table].add(name)
     if "type" not in heads:
         raise TopologyError(
-            "there is no table of link types; give the whole output of rocm-smi --showtopo or amd-smi topology"
+            "the table of link types is missing; give the whole output of rocm-smi --showtopo or amd-smi topology"
         )
     gpus = heads["type"]
     for key, head in heads.items():
         missing = [gpu for gpu in head if gpu not in rows[key]]
         if missing or head != gpus:
-            what = (
+            problem = (
                 f"no row of {listed(missing)}"
                 if missing
                 else f"its columns are not those of {_named('type')}"
             )
-            raise TopologyError(f"{_named(key)}: {what}; give the whole listing")
+            raise TopologyError(f"{_named(key)}: {problem}; give the whole listing")
         _check_symmetric(key, cells[key])
     unknown = sorted(set(numa) - set(gpus))
     if unknown:
-        raise TopologyError(f"Numa Nodes speak of {unknown[0]}, which no table has; give one listing")
+        raise TopologyError(f"Numa Nodes name {unknown[0]}, which no table has; give one listing")
     return RocmTables(gpus, cells, numa)
 
 
@@ -195,7 +167,7 @@ def _read_row(
             f"{_named(table)}: row {name} has {len(values)} cells for {len(columns)} columns; give the whole listing"
         )
     if (name, columns[0]) in cells or (name, columns[-1]) in cells:
-        raise TopologyError(f"{_named(table)}: row {name} is there twice; give one listing")
+        raise TopologyError(f"{_named(table)}: row {name} occurs twice; give one listing")
     for column, value in zip(columns, values, strict=True):
         if column == name:
             continue
@@ -222,31 +194,16 @@ def parse_rocm_smi(
     nvlink_gbps: float | None = None,
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
-    untold: bool = False,
+    xgmi_optional: bool = False,
     known: Callable[[], Iterable[Topology]] = tuple,
 ) -> Topology:
-    """Read what ``rocm-smi --showtopo`` or ``amd-smi topology`` prints.
+    """Parse the output of ``rocm-smi --showtopo`` or ``amd-smi topology``.
 
-    GPU *n* of the tables becomes ``gpu<n>``; links of Infinity Fabric are of the channel ``nvlink``.
+    GPU *n* of the tables becomes ``gpu<n>``; links of Infinity Fabric are of the channel ``nvlink``. The rates are in
+    GB/s per direction of one Infinity Fabric link, of one PCIe link and between CPUs, if not printed.
+    ``xgmi_optional`` leaves out links of Infinity Fabric if the listing does not state which GPUs they
+    join, since they come from another description. ``known`` gives machines to look up listings of weights alone.
 
-    Parameters
-    ----------
-    text : str
-    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
-        GB/s per direction of one Infinity Fabric link, of one PCIe link and between CPUs, where it is not printed.
-    untold : bool
-        Leave links of Infinity Fabric out where the listing does not tell which GPUs they join, since they come from
-        another description, in place of an error.
-    known : callable
-        Gives machines whose links of Infinity Fabric are known, for listings of weights alone.
-
-    Raises
-    ------
-    TopologyError
-        As `read_tables`, or the listing does not tell which GPUs Infinity Fabric joins.
-
-    Examples
-    --------
     >>> weights = "WEIGHT TABLE:\\n GPU0 GPU1\\nGPU0 0 15\\nGPU1 15 0\\n"
     >>> types = "LINK TYPE TABLE:\\n GPU0 GPU1\\nGPU0 SELF XGMI\\nGPU1 XGMI SELF"
     >>> machine = parse_rocm_smi(weights + types)
@@ -258,7 +215,7 @@ def parse_rocm_smi(
     socket = checked_rate("--socket-gbps", socket_gbps) or SOCKET["Zen 1 to 2"]
     tables = read_tables(text)
     names = {gpu: f"gpu{i}" for i, gpu in enumerate(tables.gpus)}
-    wires, notes = _xgmi(tables, names, nvlink_given, untold=untold, known=known)
+    wires, notes = _xgmi(tables, names, nvlink_given, xgmi_optional=xgmi_optional, known=known)
     tree = infer_pcie_tree(
         list(names.values()),
         _distances(tables, names),
@@ -289,10 +246,10 @@ def _xgmi(
     names: Mapping[str, str],
     given: float | None,
     *,
-    untold: bool,
+    xgmi_optional: bool,
     known: Callable[[], Iterable[Topology]],
 ) -> tuple[list[Link], list[str]]:
-    """Links of Infinity Fabric, and what was assumed of them."""
+    """Return the links of Infinity Fabric, and notes on the assumptions."""
     pairs = [pair for pair in combinations(tables.gpus, 2) if tables.cells["type"][pair] == "XGMI"]
     if not pairs:
         return [], []
@@ -311,11 +268,12 @@ def _xgmi(
         return links, ["Infinity Fabric from the bandwidths printed; nvlink names its channel"]
     weights = {pair: tables.number("weight", *pair) for pair in pairs}
     if not all(weight and weight % XGMI_WEIGHT == 0 for weight in weights.values()):
-        if untold:
+        if xgmi_optional:
             return [], []
         raise TopologyError(
-            "which GPUs Infinity Fabric joins is not told: the bandwidths are missing or 0, and the weights are not "
-            f"multiples of {XGMI_WEIGHT}; add --merge with the machine, such as --merge mi250x, mi250 or mi300x"
+            "the listing does not state which GPUs Infinity Fabric joins: the bandwidths are missing or 0, and the "
+            f"weights are not multiples of {XGMI_WEIGHT}; add --merge with the machine, such as --merge mi250x, mi250 "
+            "or mi300x"
         )
     joined = [pair for pair, weight in weights.items() if weight == XGMI_WEIGHT]
     found = _known_links([(names[a], names[b]) for a, b in joined], len(tables.gpus), known)
@@ -334,7 +292,7 @@ def _xgmi(
         )
     wire = given or WIRE
     notes = [
-        "Infinity Fabric from the weights: they tell neighbours, not how many links join them; one assumed",
+        "Infinity Fabric from the weights: they state neighbours, not how many links join them; one assumed",
         f"an Infinity Fabric link assumed {wire:g} GB/s per direction; set --nvlink-gbps, or --merge mi250x or mi300x",
     ]
     return [link for a, b in joined for link in both_ways(names[a], names[b], "nvlink", wire)], notes
@@ -343,7 +301,7 @@ def _xgmi(
 def _known_links(
     joined: Sequence[tuple[str, str]], gpus: int, known: Callable[[], Iterable[Topology]]
 ) -> tuple[str, dict[tuple[str, str], tuple[float, int]]] | None:
-    """The known machine of these neighbours, with GB/s and number of the links of each pair; None where none tells.
+    """Return the only known machine with these neighbours, and GB/s and number of each pair's links; else None.
 
     GPUs may be numbered otherwise, as long as every renumbering gives the same links.
     """
@@ -378,7 +336,7 @@ def _multiple(width: float, wire: float) -> bool:
 
 
 def _distances(tables: RocmTables, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """How far apart two GPUs are on PCIe, where hops, weights or NUMA nodes tell it."""
+    """Return the PCIe distances of GPUs that hops, weights or NUMA nodes state."""
     found = {}
     for first, second in combinations(tables.gpus, 2):
         code = ""
@@ -397,7 +355,6 @@ def _distances(tables: RocmTables, names: Mapping[str, str]) -> dict[tuple[str, 
 
 
 def _pairs_without_access(tables: RocmTables) -> list[tuple[str, str]]:
-    """Pairs without access to each other."""
     refused = ("DISABLED", "FALSE")
     access = tables.cells.get("access", {})
     return [pair for pair in combinations(tables.gpus, 2) if access.get(pair) in refused]

@@ -11,12 +11,12 @@ topology`` prints the first with more keys (Level, BlockIndex, BlockSize), lists
 switches, and adds lines of aggregated blocks: a node is on the lowest switch that names it. LinkSpeed has no unit
 (Slurm does not use it), and block sizes and aggregated blocks are for the scheduler; they are ignored with a note.
 
-A hostlist is ``node[01-08,12],gpu-a``: a bracket holds numbers and ranges, with leading zeros if the names have them;
-a name may have several brackets, the last one fastest.
+A hostlist is ``node[01-08,12],gpu-a``. A bracket holds numbers and ranges, with leading zeros if the names have them.
+A name may have several brackets; the last one varies fastest.
 
-The part of YAML that is read, without a library: lists of ``- item`` and mappings of ``key: value`` by indentation,
-values of one line, plain or in quotes, lists in brackets, and comments. Anything else (anchors, tags, texts of
-several lines, braces) is refused with its line.
+A subset of YAML is parsed, without a library: lists of ``- item`` and mappings of ``key: value`` by indentation,
+values of one line, plain or in quotes, lists in brackets, and comments. Anything else (anchors, tags, strings of
+several lines, braces) is refused with its line number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.named_nodes import DEEPEST, NodeNetwork
 
 MOST_HOSTS = 65_536
-"""Most names of one list: more is a slip of the keyboard."""
+"""Largest number of names in one list: more is a typing error."""
 
 LONGEST_NAME = 255
 """Characters of the longest name, as of a host in DNS."""
@@ -43,15 +43,8 @@ _ENDS_IN_DIGITS = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """The names of a list, in its order.
+    """Return the names of a hostlist, in its order; raise a TopologyError that quotes the part that is wrong.
 
-    Raises
-    ------
-    TopologyError
-        The text is no list, or names are too many; says which part.
-
-    Examples
-    --------
     >>> expand_hostlist("node[08-10,12],login")
     ('node08', 'node09', 'node10', 'node12', 'login')
     >>> expand_hostlist("r[1-2]n[0-1]")
@@ -61,7 +54,7 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
     for word in _words(text):
         if not _NAME.fullmatch(word):
             raise TopologyError(
-                f"{word[:60]!r} is no list of names; write it as node[01-08,12] or node1,node2"
+                f"{word[:60]!r} is not a list of names; write it as node[01-08,12] or node1,node2"
             )
         parts = _PARTS.findall(word)
         if sum(len(part) for part in parts if not part.startswith("[")) + 18 * word.count("[") > LONGEST_NAME:
@@ -78,7 +71,7 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
 
 
 def _words(text: str) -> list[str]:
-    """Parts between commas outside of brackets."""
+    """Split a list at the commas outside of brackets."""
     whole = text.strip()
     words: list[str] = []
     start = depth = 0
@@ -93,12 +86,12 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(part: str, word: str, most: int) -> list[str]:
-    """The numbers in a bracket, of which there may be ``most``."""
+    """Return the numbers in a bracket, at most ``most``."""
     found: list[str] = []
     for piece in part[1:-1].split(","):
         match = _RANGE.fullmatch(piece.strip())
         if match is None:
-            raise TopologyError(f"{word[:60]!r}: {piece[:30]!r} is no number or range such as 01-08")
+            raise TopologyError(f"{word[:60]!r}: {piece[:30]!r} is not a number or a range such as 01-08")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise TopologyError(f"{word[:60]!r}: the range {piece[:40]} runs backwards")
@@ -113,10 +106,8 @@ def _too_many(word: str) -> TopologyError:
 
 
 def fold_hostlist(names: Sequence[str]) -> str:
-    """A list of the names in their order: runs of consecutive numbers become ranges.
+    """Return a hostlist of the names in their order; runs of consecutive numbers become ranges.
 
-    Examples
-    --------
     >>> fold_hostlist(["node08", "node09", "node10", "node03", "login"])
     'node[08-10,03],login'
     """
@@ -143,13 +134,7 @@ def _written(stem: str, runs: Sequence[tuple[str, str]]) -> str:
 
 
 def by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts names as Slurm lists them: runs of digits by their value.
-
-    Examples
-    --------
-    >>> sorted(["n10", "n9", "m2"], key=by_number)
-    ['m2', 'n9', 'n10']
-    """
+    """Return a key that sorts names as Slurm lists them: runs of digits by their value."""
     return tuple(
         (1, int(part), part) if part.isdigit() else (0, 0, part)
         for part in re.findall(r"[0-9]+|[^0-9]+", name)
@@ -164,7 +149,7 @@ _DEEPEST = 50
 
 @dataclass(frozen=True, slots=True)
 class _YamlLine:
-    """Its number, how far it is indented, and what it says."""
+    """A line without its comment and indentation."""
 
     number: int
     indent: int
@@ -172,46 +157,39 @@ class _YamlLine:
 
 
 def read_yaml(text: str) -> object:
-    """Lists, mappings and texts; an empty value is None.
+    """Parse lists, mappings and strings; an empty value is None. A TopologyError names the line that is refused.
 
-    Raises
-    ------
-    TopologyError
-        What is no such YAML; says the line.
-
-    Examples
-    --------
     >>> read_yaml("- name: a\\n  sizes: [2, 4]\\n- name: 'b c'   # comment")
     [{'name': 'a', 'sizes': ['2', '4']}, {'name': 'b c'}]
     """
     lines: list[_YamlLine] = []
     for number, whole in enumerate(text.splitlines(), 1):
-        told = _COMMENT.sub("", whole).rstrip()
-        if not told.strip() or (not lines and told == "---"):
+        line = _COMMENT.sub("", whole).rstrip()
+        if not line.strip() or (not lines and line == "---"):
             continue
-        body = told.lstrip(" ")
+        body = line.lstrip(" ")
         if body.startswith("\t"):
             raise TopologyError(f"line {number} is indented by a tab, which YAML forbids; use spaces")
-        lines.append(_YamlLine(number, len(told) - len(body), body))
+        lines.append(_YamlLine(number, len(line) - len(body), body))
     if not lines:
         raise TopologyError("the YAML is empty")
     reader = _YamlReader(lines)
     value = reader.block(lines[0].indent, 0)
     if reader.at < len(lines):
-        line = lines[reader.at]
-        raise TopologyError(f"line {line.number}: {line.text[:60]!r} is indented as nothing above it")
+        rest = lines[reader.at]
+        raise TopologyError(f"line {rest.number}: {rest.text[:60]!r} is indented as nothing above it")
     return value
 
 
 class _YamlReader:
-    """Reads blocks; ``at`` is the next line."""
+    """Parses blocks; ``at`` is the index of the next line."""
 
     def __init__(self, lines: Sequence[_YamlLine]) -> None:
         self._lines = list(lines)
         self.at = 0
 
     def block(self, indent: int, depth: int) -> object:
-        """The list or the mapping that begins here."""
+        """Parse the list or the mapping that begins at the next line."""
         line = self._lines[self.at]
         if depth > _DEEPEST:
             raise TopologyError(f"line {line.number}: lists and keys are nested more than {_DEEPEST} deep")
@@ -247,17 +225,17 @@ class _YamlReader:
             pair = _key_and_value(line.text)
             if pair is None:
                 raise TopologyError(
-                    f"line {line.number}: {line.text[:60]!r} is no key with a value, such as nodes: n1"
+                    f"line {line.number}: {line.text[:60]!r} is not a key with a value, such as nodes: n1"
                 )
             key, value = pair
             if key in found:
-                raise TopologyError(f"line {line.number}: key {key[:60]} stands there twice; write it once")
+                raise TopologyError(f"line {line.number}: key {key[:60]} occurs twice; write it once")
             self.at += 1
             found[key] = _scalar(value, line.number) if value else self._below(indent, depth, same=True)
         return found
 
     def _below(self, indent: int, depth: int, *, same: bool) -> object:
-        """What is indented below a line; a list of a key may be indented as the key."""
+        """Parse the block below a line; a list that belongs to a key may be indented as the key."""
         if self.at == len(self._lines):
             return None
         line = self._lines[self.at]
@@ -267,7 +245,7 @@ class _YamlReader:
 
 
 def _key_and_value(text: str) -> tuple[str, str] | None:
-    """The key that a line begins with, and what follows its colon; None where there is none."""
+    """Return the key that a line begins with and the text after its colon; None if the line has no key."""
     before, colon, value = text.partition(":")
     key = before.rstrip()
     if not colon or not _KEY.fullmatch(key) or (value and not value[0].isspace()):
@@ -280,13 +258,13 @@ def _is_item(text: str) -> bool:
 
 
 def _scalar(text: str, number: int) -> object:
-    """A text, or a list of texts in brackets."""
+    """Parse a string, or a list of strings in brackets."""
     quoted = _QUOTED.fullmatch(text)
     if quoted:
         return quoted[1] if quoted[1] is not None else quoted[2]
     if text[0] in "\"'&*!|>{}%@`]":
         raise TopologyError(
-            f"line {number}: {text[:60]!r} is more of YAML than is read here; write a plain text"
+            f"line {number}: {text[:60]!r} is YAML that is not supported here; write plain text"
         )
     if text.startswith("["):
         if not text.endswith("]"):
@@ -316,13 +294,13 @@ _YAML_KEYS = {
 }
 
 ALL_NODES = "ALL"
-"""What Slurm reads as all its nodes, and not as the name of one."""
+"""Slurm's word for all its nodes; not the name of a node."""
 
 NO_NODES = "(null)"
-"""What scontrol prints for a list without a node."""
+"""Printed by scontrol for a list without nodes."""
 
 MOST_NAMES = 1 << 19
-"""Most names in one file: more is a slip of the keyboard."""
+"""Largest number of names in one file: more is a typing error."""
 
 LINK_SPEED = "LinkSpeed has no unit and is not used; --oversubscription says how wide uplinks are"
 
@@ -340,36 +318,16 @@ class _TreePart:
 
 
 def is_slurm(text: str) -> bool:
-    """Whether a text looks like one of the two files.
-
-    Examples
-    --------
-    >>> is_slurm("# written by topograph\\nSwitchName=s1 Nodes=n[1-2]"), is_slurm("GPU0 GPU1")
-    (True, False)
-    """
+    """Return whether a text looks like one of the two files."""
     return bool(_CONF.search(text) or _YAML.search(text))
 
 
 def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
-    """The network that such a file describes, its nodes in the order in which Slurm lists them.
+    """Return the network that a topology file describes, its nodes in the order in which Slurm lists them.
 
-    Parameters
-    ----------
-    text : str
-    name : str
-        Of the network.
-    which : str
-        Of several topologies the one of this name; empty for the cluster's default, or the first.
+    ``which`` selects one of several topologies by its name; if it is empty, the cluster's default or the first is
+    taken. A TopologyError names the line or the switch that is wrong, a UsageError a topology that does not exist.
 
-    Raises
-    ------
-    TopologyError
-        The text is no such file, or switches and nodes make no tree; says the line or the name.
-    UsageError
-        There is no topology of that name.
-
-    Examples
-    --------
     >>> found = parse_slurm("SwitchName=s1 Nodes=n[9-10]\\nSwitchName=s2 Nodes=n8\\nSwitchName=top Switches=s[1-2]")
     >>> found.switches, found.nodes
     ((('s1', 'top'), ('s2', 'top'), ('top', '')), (('n8', 's2'), ('n9', 's1'), ('n10', 's1')))
@@ -377,7 +335,7 @@ def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
     if _CONF.search(text):
         if which:
             raise UsageError(
-                f"topology {which!r} is none of a topology.conf, which has one; leave the name out"
+                f"topology {which!r} is not in a topology.conf, which holds one without a name; leave the name out"
             )
         found = _from_conf(text)
     else:
@@ -401,9 +359,9 @@ def _from_conf(text: str) -> NodeNetwork:
         for word in line.split():
             match = _PAIR.fullmatch(word)
             if match is None:
-                raise TopologyError(f"{where}: {word[:60]!r} is no Key=value, such as Nodes=node[01-04]")
+                raise TopologyError(f"{where}: {word[:60]!r} is not Key=value, such as Nodes=node[01-04]")
             if match[1].lower() in given:
-                raise TopologyError(f"{where}: {match[1][:60]} stands there twice; write it once")
+                raise TopologyError(f"{where}: {match[1][:60]} occurs twice; write it once")
             given[match[1].lower()] = match[2]
             written[match[1].lower()] = match[1]
         kind = next(iter(given))
@@ -422,7 +380,9 @@ def _from_conf(text: str) -> NodeNetwork:
             continue
         for key in ("level", "blockindex", "blocksize"):
             if key in given and not _NUMBER.fullmatch(given[key]):
-                raise TopologyError(f"{where}: {written[key]} {given[key][:30]!r} is no whole number")
+                raise TopologyError(
+                    f"{where}: {written[key]} must be a whole number, got {given[key][:30]!r}"
+                )
         if kind == "aggregatedblock":
             notes.append(AGGREGATED)
             continue
@@ -442,7 +402,7 @@ def _from_conf(text: str) -> NodeNetwork:
 
 
 def _counted_names(names: int, part: _TreePart) -> int:
-    """The number of names so far and of a part; too many are refused."""
+    """Return the number of names including those of ``part``; raise if it is above `MOST_NAMES`."""
     names += len(part.children) + len(part.nodes)
     if names > MOST_NAMES:
         raise TopologyError(f"{part.where}: the file makes more than {MOST_NAMES} names; look at its ranges")
@@ -450,7 +410,7 @@ def _counted_names(names: int, part: _TreePart) -> int:
 
 
 def _joined_lines(text: str) -> list[tuple[int, str]]:
-    """Lines without comments; one that ends with a backslash goes on in the next."""
+    """Return the lines without comments; a backslash at the end of a line joins it to the next one."""
     found: list[tuple[int, str]] = []
     begun: list[str] = []
     first = 0
@@ -464,7 +424,7 @@ def _joined_lines(text: str) -> list[tuple[int, str]]:
             found.append((first, joined))
         begun = []
     if begun:
-        raise TopologyError(f"line {first} goes on in a next one that is not there: the file has been cut")
+        raise TopologyError(f"line {first} ends with a backslash, but no line follows: the file has been cut")
     return found
 
 
@@ -489,7 +449,7 @@ def _part(name: str, children: str | None, nodes: str | None, where: str) -> _Tr
 def _check_sizes(sizes: Sequence[str], where: str) -> None:
     for size in sizes:
         if not re.fullmatch(r"[0-9]{1,6}", size.strip()) or not int(size):
-            raise TopologyError(f"{where}: block size {size[:30]!r} is no whole number above zero")
+            raise TopologyError(f"{where}: block size must be a whole number above 0, got {size[:30]!r}")
 
 
 def _network(parts: Sequence[_TreePart], *, blocks: bool, notes: Sequence[str]) -> NodeNetwork:
@@ -520,15 +480,15 @@ def _network(parts: Sequence[_TreePart], *, blocks: bool, notes: Sequence[str]) 
 
 
 def _lowest(named: Sequence[str], parents: Mapping[str, Sequence[str]]) -> list[str]:
-    """The switches that name a node without those that are above another one of them."""
+    """Return the switches of ``named`` that are not above another one of them."""
     if len(named) == 1:
         return list(named)
     higher: set[str] = set()
     for switch in named:
-        way = [switch]
-        while len(way) <= DEEPEST and (up := parents.get(way[-1])):
-            way.append(up[0])
-        higher.update(way[1:])
+        path = [switch]
+        while len(path) <= DEEPEST and (up := parents.get(path[-1])):
+            path.append(up[0])
+        higher.update(path[1:])
     return [switch for switch in named if switch not in higher] or list(named)
 
 
@@ -541,7 +501,7 @@ def _from_yaml(text: str, which: str) -> NodeNetwork:
     wanted = [one for one in named if one[0] == which] if which else named
     if not wanted:
         raise UsageError(
-            f"topology {which!r} is none of the file's; use one of {', '.join(name for name, _ in named)[:200]}"
+            f"topology {which!r} is not in the file; use one of {', '.join(name for name, _ in named)[:200]}"
         )
     name, one = next(
         (pair for pair in wanted if str(pair[1].get("clusterdefault")).lower() == "true"), wanted[0]
@@ -585,7 +545,7 @@ def _from_yaml(text: str, which: str) -> NodeNetwork:
 
 
 def _keys(item: object, kind: str, where: str) -> Mapping[str, object]:
-    """The keys of a mapping in lower case and without underscores; unknown ones are refused."""
+    """Return a mapping with its keys in lower case and without underscores; unknown keys are refused."""
     if not isinstance(item, dict):
         raise TopologyError(f"{where}: {kind} has no keys below it; the file may have been cut")
     found = {str(key).lower().replace("_", ""): value for key, value in item.items()}

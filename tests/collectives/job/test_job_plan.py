@@ -241,7 +241,7 @@ def test_a_host_that_cannot_be_probed_is_an_error_of_all_hosts(fake_here: Instal
     members = [{"host": f"{host} a", "device": 0, "machine": machine}, {"host": f"{host} b", "device": 0}]
     error = raised(plans_of(members))
     assert isinstance(error, ProbeError)
-    assert str(error).startswith("rank 1: the NVIDIA driver is there but shows no GPU")
+    assert str(error).startswith("rank 1: the NVIDIA driver is loaded but shows no GPU")
 
 
 def test_different_gpus_are_not_told_by_numbers_that_depend_on_their_speed(host: str) -> None:

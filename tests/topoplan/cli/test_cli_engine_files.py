@@ -60,7 +60,7 @@ def test_options_that_do_not_fit_are_refused(plan: str, capsys: pytest.CaptureFi
             "--max-blocks does not go with nccl-topo",
         ),
         (["export", "dgx-1v", "--to", "mscclpp"], "mscclpp takes a plan"),
-        (["export", plan, "--to", "mscclpp", "--size", "1000"], "1000 bytes are no multiple"),
+        (["export", plan, "--to", "mscclpp", "--size", "1000"], "1000 bytes are not a multiple"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_a_plan_of_several_servers_is_sent_to_their_machine(
         (["mi250x", "--to", "nccl-topo"], "gpu1 is joined to nic0 by PCIe"),
         (
             ["dgx-1v", "--to", "nccl-topo", "--without-link", "gpu0->gpu3"],
-            "gpu3->gpu0 (nvlink) has no way back",
+            "gpu3->gpu0 (nvlink) has no reverse direction",
         ),
         (["dgx-1v", "--to", "nccl-topo", "--server", "s9"], "dgx-1v has no server 's9'; it has s0"),
         (["dgx-1v", "--to", "nccl-graph", "--gpus", "3"], "dgx-1v has 1 GPU here"),
@@ -252,10 +252,10 @@ def test_bus_ids_of_nvidia_smi_go_into_the_topology_file(text: str, run: Run, tm
     [
         ("", "no GPU is listed"),
         ("\n".join(LISTED[:3]), "index 3 is missing, which is gpu3 (and 4 more)"),
-        ("\n".join([*LISTED, LISTED[0]]), "line 9: index 0 is there twice"),
-        ("\n".join([*LISTED, "9, 00000000:06:00.0"]), "line 9: bus id 0000:06:00.0 is there twice"),
-        ("0, nowhere", "'nowhere' is no bus id"),
-        ("x0, 00000000:06:00.0", "'x0' is no index"),
+        ("\n".join([*LISTED, LISTED[0]]), "line 9: index 0 occurs twice"),
+        ("\n".join([*LISTED, "9, 00000000:06:00.0"]), "line 9: bus id 0000:06:00.0 occurs twice"),
+        ("0, nowhere", "'nowhere' is not a bus id"),
+        ("x0, 00000000:06:00.0", "'x0' is not an index"),
         ("0", "has no index and bus id"),
         ("index, name\n0, Tesla", "lacks index or pci.bus_id"),
     ],

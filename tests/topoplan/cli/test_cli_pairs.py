@@ -176,7 +176,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         ([*FOUR, "--results", "R", "--format", "ssh"], "do not go together"),
         ([*FOUR, "-o", "x"], "-o writes a script"),
         ([*FOUR, "--json", "--format", "ssh"], "leave one out"),
-        ([*FOUR, "--format", "ssh", "--hosts", "R"], "is no host name"),
+        ([*FOUR, "--format", "ssh", "--hosts", "R"], "is not a host name"),
         ([*FOUR, "--format", "ssh", "--hosts", "n[1-3]"], "3 names for 4 servers"),
         ([*FOUR, "--hosts", "n[1-4]"], "--hosts is for scripts"),
         ([*FOUR, "--format", "ssh", "--size", "0"], "a test of 0 bytes measures nothing"),

@@ -145,7 +145,7 @@ def test_what_is_built_is_a_topology_file_like_any_other() -> None:
         (network_json(rails=2), "rails belongs to the network rail-optimised"),
         (network_json(kind="fat-tree", leaf_size=1.5), "network: leaf_size must be a whole number, not 1.5"),
         (network_json(nic_gbps=0), "nic_gbps 0 must be a number of Gb/s above zero"),
-        (cluster_json(network={"kind": "switch"}), "network has no 'nic_gbps', and neither has servers[0]"),
+        (cluster_json(network={"kind": "switch"}), "neither network nor servers[0] has 'nic_gbps'"),
     ],
 )
 def test_bad_files_are_refused_in_one_line_that_names_the_key(value: dict[str, object], says: str) -> None:

@@ -312,13 +312,13 @@ SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch
     ("machine", "message"),
     [
         (lambda: topoplan.load("mi250x"), "gpu1 is joined to nic0 by PCIe"),
-        (lambda: small(Link("gpu0", "gpu1", "nvlink", 25.0)), "gpu0->gpu1 (nvlink) has no way back"),
+        (lambda: small(Link("gpu0", "gpu1", "nvlink", 25.0)), "gpu0->gpu1 (nvlink) has no reverse direction"),
         (lambda: without(small(), ("cpu0", "gpu1")), "gpu1->cpu0 (pcie) has 12 GB/s and none back"),
         (
             lambda: topoplan.slow_links(small(), {"gpu1->cpu0": 3.0}),
             "(pcie) has 3 GB/s and 12 back" ,
         ),
-        (lambda: without(small(), ("cpu0", "gpu1"), ("gpu1", "cpu0")), "gpu1 has no PCIe way to a CPU"),
+        (lambda: without(small(), ("cpu0", "gpu1"), ("gpu1", "cpu0")), "gpu1 has no PCIe path to a CPU"),
         (lambda: small(devices=(CPU1,)), "cpu0 and cpu1 are not joined"),
         (
             lambda: small(
@@ -331,7 +331,7 @@ SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch
         ),
         (
             lambda: small(*both("gpu0", "cpu1", "pcie", 12.0), devices=(CPU1,)),
-            "PCIe is no tree below one CPU each",
+            "PCIe is not a tree below one CPU each",
         ),
         (
             lambda: small(
@@ -344,7 +344,7 @@ SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch
         (lambda: topoplan.nvswitch_cluster(2, gpus=4), "choose one with --server, for example --server s0"),
         (lambda: Topology("none", (Device("cpu0", "cpu"),), ()), "none has no GPU"),
         (lambda: replace(small(), name="x" * 300), "is 300 bytes long, and NCCL reads 253"),
-        (lambda: replace(small(), name="a\x01"), "a character that XML has no place for"),
+        (lambda: replace(small(), name="a\x01"), "a character that XML does not allow"),
         (
             lambda: replace(
                 small(*both("cpu0", "cpu1", "sys", 10.0), devices=(replace(CPU1, numa=0),)),

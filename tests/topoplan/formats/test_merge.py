@@ -61,7 +61,7 @@ def test_notes_go_with_what_they_speak_of() -> None:
     """A hint at --merge is gone, and PCIe of the other description is nobody's business."""
     merged = merge_nvlink(parse_nccl_xml(pcie_only(2)), topoplan.load(MATRIX))
     assert merged.notes == (
-        "GPUs are numbered by bus id, as the driver counts: dev is not stated, or there twice",
+        "GPUs are numbered by bus id, as the driver counts: dev is not stated, or occurs twice",
         "GPU not printed, assumed V100: NVLink 25 GB/s per link and direction; set --nvlink-gbps",
         "NVLinks from nvidia-smi, GPUs matched by number",
     )

@@ -174,7 +174,7 @@ def test_one_gpus_far_ends_alone_may_leave_it_open() -> None:
     second = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu2", "gpu3", 0), ("gpu3", "gpu7", 0)])
     assert refusal(V100S, second.remotes([3], renumbered=True)) == (
         "gpu3 has 3 of 6 NVLinks down, and which is open: 0 to 2 of 2 gpu0-gpu3, 0 to 1 of 1 gpu1-gpu3, 0 to 2 of 2 "
-        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which says where each link leads"
+        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which states where each link leads"
     )
 
 
@@ -183,7 +183,7 @@ def test_wires_that_are_anyones_guess_are_refused_with_the_candidates() -> None:
     alone = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu3", "gpu7", 0)], model="Tesla V100-SXM2-32GB")
     assert refusal(V100S, alone.status([3])) == (
         "gpu3 has 2 of 6 NVLinks down, and which is open: 0 to 2 of 2 gpu0-gpu3, 0 to 1 of 1 gpu1-gpu3, 0 to 2 of 2 "
-        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which says where each link leads"
+        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which states where each link leads"
     )
     square = Listings(V100S, dead=[("gpu0", "gpu1", 0), ("gpu4", "gpu5", 0)])
     assert refusal(V100S, square.status()).startswith(
@@ -306,7 +306,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             topoplan.overlay(V100S, place)
     assert refusal(V100S, tmp_path / "empty").startswith(
-        f"{tmp_path / 'empty'}: this is no listing of NVLinks"
+        f"{tmp_path / 'empty'}: this is not a listing of NVLinks"
     )
     assert topoplan.overlay(V100S) == V100S
 

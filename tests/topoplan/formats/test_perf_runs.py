@@ -186,7 +186,7 @@ def test_a_json_file_of_nccl_tests_that_was_cut_is_read_up_to_its_last_result() 
         2,
         [1024, 4096, 16384],
     )
-    assert all("nan nan is no time" in told for told in whole.warnings)
+    assert all("nan nan are not a time" in told for told in whole.warnings)
     starts = [text.index(f'"size": {size}') for size in (4096, 16384)]
     for end in range(starts[0], len(text) - 2, 7):
         (run,) = parse_perf_runs(text[:end])
@@ -291,10 +291,13 @@ def test_a_row_that_is_cut_is_named() -> None:
             "the test failed: node1: Test NCCL",
         ),
         ("node1: Test CUDA failure common.cu:892 'out of memory'", "'out of memory'"),
-        ("        4096  1024  float  sum  -1  nan  nan  nan  0  1.0  4.1  7.2  0", "nan nan nan is no time"),
+        (
+            "        4096  1024  float  sum  -1  nan  nan  nan  0  1.0  4.1  7.2  0",
+            "nan nan nan are not a time",
+        ),
         (
             "        4096  1024  float  sum  -1  0.00  inf  inf  0  1.0  4.1  7.2  0",
-            "0.00 inf inf is no time",
+            "0.00 inf inf are not a time",
         ),
         ("        4096  1024  float  sum", "the row of 4KB is cut (4 of 13)"),
         ("        4096  1024  float  sum  -1  1.0  4.1  7.2  5  1.0  4.1  7.2  0", "5 wrong elements"),

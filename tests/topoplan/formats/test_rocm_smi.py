@@ -200,12 +200,12 @@ WHOLE = showtopo(3, numa=[0, 0, 1], weight=lambda i, j: 15, hops=lambda i, j: 1,
         ("GPU1 15 0 15\n", "", "weights: no row of GPU1"),
         ("GPU1 15 0 15\n", "GPU1 15 0\n", "row GPU1 has 2 cells for 3 columns"),
         ("GPU1 15 0 15\n", "GPU1 30 0 15\n", "the table must be symmetric"),
-        ("GPU1 15 0 15\n", "GPU1 15 0 15\nGPU1 15 0 15\n", "row GPU1 is there twice"),
+        ("GPU1 15 0 15\n", "GPU1 15 0 15\nGPU1 15 0 15\n", "row GPU1 occurs twice"),
         ("GPU1 15 0 15\n", "GPU1 15 0 many\n", "column GPU2: 'many' does not belong there"),
-        ("Link Type between two GPUs", "Nothing", "there is no table of link types"),
-        ("Hops between two GPUs", "Weight between two GPUs", "the table of weights is there twice"),
+        ("Link Type between two GPUs", "Nothing", "the table of link types is missing"),
+        ("Hops between two GPUs", "Weight between two GPUs", "the table of weights occurs twice"),
         ("GPU1 15 0 15\n", f"GPU1 15 0 {'9' * 5000}\n", "column GPU2: '9{40}"),
-        ("GPU[1]", "GPU[7]", "Numa Nodes speak of GPU7, which no table has"),
+        ("GPU[1]", "GPU[7]", "Numa Nodes name GPU7, which no table has"),
     ],
 )
 def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str) -> None:
@@ -219,9 +219,9 @@ def test_tables_that_name_a_gpu_twice_and_numa_nodes_of_bus_ids_are_refused() ->
     """As KeyErrors before: two columns of one name; NUMA nodes of GPU0 where tables name bus ids."""
     tables = amd_smi(["0000:03:00.0", "0000:0c:00.0"], type=lambda i, j: "XGMI", weight=lambda i, j: 15)
     nodes = "Numa Nodes\nGPU[0] : (Topology) Numa Node: 0\n"
-    with pytest.raises(TopologyError, match="Numa Nodes speak of GPU0, which no table has"):
+    with pytest.raises(TopologyError, match="Numa Nodes name GPU0, which no table has"):
         topoplan.load(tables + nodes)
-    with pytest.raises(TopologyError, match=r"column 0000:03:00\.0 is there twice"):
+    with pytest.raises(TopologyError, match=r"column 0000:03:00\.0 occurs twice"):
         topoplan.load(tables.replace("0000:0c:00.0", "0000:03:00.0"))
 
 

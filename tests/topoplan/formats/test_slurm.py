@@ -121,12 +121,12 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
     ("text", "told"),
     [
         ("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[2-3]\nSwitchName=c Switches=a,b", "node n2 is named twice"),
-        ("SwitchName=a Level=x Nodes=n1", "line 1: Level 'x' is no whole number"),
+        ("SwitchName=a Level=x Nodes=n1", "line 1: Level must be a whole number, got 'x'"),
         ("SwitchName=a Nodes=n[" + "0-65535," * 9999 + "1]", "makes more than 65536 names"),
         ("\n".join(f"SwitchName=s{i} Nodes=n[0-65535]" for i in range(9)), "the file makes more than 524288 names"),
         ("SwitchName=a Nodes=n" + "1" * 5000, "has more than 255 characters"),
-        ("- topology: x\n  a" + " " * 200_000 + "b", "is no key with a value"),
-        ("SwitchName=a Nodes=n1 " + "\\\n" * 200_000, "goes on in a next one that is not there"),
+        ("- topology: x\n  a" + " " * 200_000 + "b", "is not a key with a value"),
+        ("SwitchName=a Nodes=n1 " + "\\\n" * 200_000, "ends with a backslash, but no line follows"),
         (
             "\n".join(f"SwitchName=s{i} Switches=s{i + 1}" for i in range(99)) + "\nSwitchName=s99 Nodes=n",
             "more than 64 switches are above switch s",
@@ -141,25 +141,25 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
         ("SwitchName=a Nodes=n[1-99999999]", "makes more than 65536 names"),
         ("SwitchName=a", "line 1: nothing is below a; give Nodes or Switches"),
         ("SwitchName=a Nodes=n1 Speed=3", "line 1: Speed does not belong to SwitchName"),
-        ("SwitchName=a Nodes=n1 Nodes=n2", "line 1: Nodes stands there twice"),
+        ("SwitchName=a Nodes=n1 Nodes=n2", "line 1: Nodes occurs twice"),
         ("SwitchName=a Nodes=n1\nName=x", "line 2 begins with Name"),
-        ("SwitchName=a Nodes = n1", "line 1: 'Nodes' is no Key=value"),
+        ("SwitchName=a Nodes = n1", "line 1: 'Nodes' is not Key=value"),
         ("SwitchName=a[1-2] Nodes=n1", "names 2 at once"),
         ("SwitchName=a Nodes=ALL", "line 1: Nodes=ALL stands for the nodes of slurm.conf, which are not known here"),
         ("- topology: x\n  block:\n    blocks:\n      - block: b\n        nodes: all\n", "b: Nodes=all stands for the"),
-        ("SwitchName=a Nodes=n1 \\", "line 1 goes on in a next one that is not there"),
+        ("SwitchName=a Nodes=n1 \\", "line 1 ends with a backslash, but no line follows"),
         ("SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "switches and blocks stand in one topology.conf"),
-        ("BlockName=a Nodes=n1\nBlockSizes=2,x", "line 2: block size 'x' is no whole number"),
-        (YAML[: YAML.index("_default")], "line 3: 'cluster' is no key with a value"),
+        ("BlockName=a Nodes=n1\nBlockSizes=2,x", "line 2: block size must be a whole number above 0, got 'x'"),
+        (YAML[: YAML.index("_default")], "line 3: 'cluster' is not a key with a value"),
         (YAML[: YAML.index("    switches")], "topology small: tree has no keys below it; the file may have been cut"),
         (YAML[: YAML.index("        - switch")], "topology small lists no switches; the file may have been cut"),
         (YAML[: YAML.index("          nodes")], "topology small: leaf1: nothing is below leaf1"),
         ("- topology: x\n  flat: true\n", "topology x is flat and names no nodes"),
         ("- topology: x\n  flat: true\n  block: y\n", "topology x has block and flat; it is one of"),
         ("- topology: x\n\ttree:\n", "line 2 is indented by a tab"),
-        ("- topology: x\n  tree:\n    switches: {a: b}\n", "line 3: '{a: b}' is more of YAML than is read here"),
-        ("- topology: x\n  tree: &a\n", "more of YAML than is read here"),
-        ("- topology: x\n  topology: y\n", "line 2: key topology stands there twice"),
+        ("- topology: x\n  tree:\n    switches: {a: b}\n", "line 3: '{a: b}' is YAML that is not supported here"),
+        ("- topology: x\n  tree: &a\n", "is YAML that is not supported here"),
+        ("- topology: x\n  topology: y\n", "line 2: key topology occurs twice"),
         ("- topology: x\n    tree:\n", "line 2: 'tree:' is indented more than what it follows"),
         ("- topology: x\n  tree:\n    switches:\n   - switch: a\n", "is indented"),
         ("- topology: x\n  block:\n    blocks:\n      - block: b\n        nodes: [a]\n", "nodes or children as a text"),
@@ -287,7 +287,7 @@ def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path:
     assert isinstance(found, NodeNetwork)
     assert found.name == "topology"
     assert load_network("       GPU0  GPU1\nGPU0   X    NV2\nGPU1  NV2    X") is None
-    with pytest.raises(UsageError, match="says how Slurm's nodes are joined, and not what a node is"):
+    with pytest.raises(UsageError, match="states how Slurm's nodes are joined, and not what a node is"):
         topoplan.load(path)
 
 
@@ -312,7 +312,7 @@ def test_a_cluster_file_says_what_the_nodes_of_a_tree_are(tmp_path: Path) -> Non
         ([{"machine": "dgx-1v", "count": 2}], {}, r"servers\[0\]: count does not go with a tree"),
         ([{"machine": "dgx-1v"}], {"leaf_size": 2}, "network: leaf_size does not go with a tree"),
         ([{"machine": "dgx-1v", "nodes": "node09"}], {}, "node node09 is not in the tree"),
-        ([{"machine": "dgx-1v", "nodes": "node01"}], {}, "node node02 of the tree is of no server"),
+        ([{"machine": "dgx-1v", "nodes": "node01"}], {}, "node node02 of the tree belongs to no server"),
         ([{"machine": "dgx-1v"}, {"machine": "dgx-2"}], {}, "two servers name no nodes"),
     ],
 )

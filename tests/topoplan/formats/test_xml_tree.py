@@ -26,7 +26,7 @@ def test_elements_attributes_and_lines_are_read() -> None:
     start = "\ufeff\n<?xml version='1.0' encoding='utf-16'?>\n<!-- a -->"
     text = f"{start}<a b='1' c=\"&lt;\">\n <d/><!-- - -->\n <e></e>\n</a>\n"
     assert parse_xml(text) == XmlElement(
-        "a", 3, {"b": "1", "c": "<"}, (XmlElement("d", 4), XmlElement("e", 5))
+        "a", {"b": "1", "c": "<"}, (XmlElement("d", line=4), XmlElement("e", line=5)), 3
     )
 
 
@@ -69,7 +69,7 @@ def test_children_are_found_by_name() -> None:
         ("<a b='&#10;'/>", "line 1: a 'b' is longer than 4096 characters or cannot be printed"),
         (f"<a b='{'x' * LONGEST_VALUE}'/>", "line 1: a 'b' is longer than 4096 characters"),
         (f"<a{'b' * LONGEST_VALUE}/>", "line 1: the name of an element is too long"),
-        ("\n<a>" * (DEEPEST + 1), f"line {DEEPEST + 2}: elements lie more than {DEEPEST} deep"),
+        ("\n<a>" * (DEEPEST + 1), f"line {DEEPEST + 2}: elements are nested more than {DEEPEST} deep"),
         ("<a>" + "<b/>" * MOST_ELEMENTS, f"line 1: more than {MOST_ELEMENTS} elements"),
         (
             "<a " + " ".join(f"b{i}=''" for i in range(MOST_ATTRIBUTES + 1)) + "/>",

@@ -70,7 +70,7 @@ def test_a_file_that_rccl_does_not_read_is_not_said_to_run_there(name: str) -> N
     """RCCL's reader has no defaults for these attributes, and MSCCL's has."""
     value = {"minBytes": "0", "maxBytes": "1048576", "outofplace": "0"}[name]
     (note,) = check(exchange().replace(f' {name}="{value}"', "")).notes
-    assert note == f"in the limits of MSCCL; RCCL's reader refuses the file: <algo> has no {name}"
+    assert note == f"in the limits of MSCCL; RCCL's parser refuses the file: <algo> has no {name}"
 
 
 def test_reduce_scatter_is_spelt_as_its_runtime_reads_it() -> None:
@@ -80,9 +80,9 @@ def test_reduce_scatter_is_spelt_as_its_runtime_reads_it() -> None:
         text = export_plan(plan, "msccl-xml", Choices(runtime=runtime)).text
         assert f'coll="{spelt}"' in text
         (note,) = check(text).notes
-        assert f"{other}'s reader refuses the file: coll is {spelt}" in note
+        assert f"{other}'s parser refuses the file: coll is {spelt}" in note
     with pytest.raises(
-        PlanError, match="no runtime that has room for it reads the file: MSCCL's reader refuses it"
+        PlanError, match="no runtime whose limits hold the file accepts it: MSCCL's parser refuses it"
     ):
         check(text.replace(' outofplace="1"', ""))
 
@@ -97,26 +97,26 @@ WRONG = {
     "scratch is added before anything came": (
         'depid="0" deps="1"',
         'depid="-1" deps="-1"',
-        "nobody has written",
+        "cells that are not written yet",
     ),
     "the step that is waited for tells nobody": (
         step(1, "r", "i0", "s0", told=1),
         step(1, "r", "i0", "s0"),
-        r"gpu 0, block 1, step 0 \(re\): waits for step 1 of block 0, which tells nobody",
+        r"gpu 0, block 1, step 0 \(re\): waits for step 1 of block 0, which never signals",
     ),
     "a wait for a block that is not there": (
         'depid="1" deps="0"',
         'depid="2" deps="0"',
-        "which is not there",
+        "which does not exist",
     ),
     "a send that nobody receives": (step(3, "r", "i1", "i1"), "", "wrong numbers|never received"),
     "a receive for which nothing comes": (
         step(3, "r", "i1", "i1"),
         step(3, "r", "i1", "i1") + step(4, "r", "i1", "i1"),
-        r"gpu 0, block 0, step 4 \(r\), to which nothing comes, waits for ever",
+        r"gpu 0, block 0, step 4 \(r\), to which nothing comes, waits forever",
     ),
     "past the end": ('srcbuf="s" srcoff="0"', 'srcbuf="s" srcoff="1"', "pass the 1 chunks of 's'"),
-    "too many chunks at once": ('cnt="1"', 'cnt="72"', "cnt 72 is none of 1 to 71"),
+    "too many chunks at once": ('cnt="1"', 'cnt="72"', "cnt must be 1 to 71, got 72"),
     "chunks that do not add up": ('i_chunks="2"', 'i_chunks="3"', "are not the 2 of nchunksperloop"),
     "two blocks that send to one peer in one channel": (
         'send="-1" recv="-1"',
@@ -133,7 +133,7 @@ WRONG = {
     "more channels than any runtime has": (
         'nchannels="1"',
         'nchannels="64"',
-        "more than any runtime has room for",
+        "exceed the limits of all runtimes",
     ),
 }
 
@@ -187,7 +187,7 @@ def test_large_buffers_find_a_connection_too_narrow() -> None:
         return f'<algo {head} minBytes="0" maxBytes="{largest}">{"".join(gpus)}</algo>'
 
     assert check(swap(4 << 20)).collective == "alltoall"
-    with pytest.raises(PlanError, match="from which nothing is taken, waits for ever"):
+    with pytest.raises(PlanError, match="from which nothing is taken, waits forever"):
         check(swap(64 << 20))
 
 

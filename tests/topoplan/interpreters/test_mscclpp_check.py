@@ -135,7 +135,7 @@ def test_packets_say_themselves_when_they_are_there() -> None:
     file = pair(operations, remote_buffer="s", scratch=2, protocol="LL")
     assert "twice the bytes" in check(file).notes[0]
     file["protocol"] = "Simple"
-    with pytest.raises(PlanError, match="the protocol has to be LL"):
+    with pytest.raises(PlanError, match="which need the protocol LL"):
         check(file)
 
 
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[File, list[File]], object], str]] = {
         lambda file, ops: [gpu["threadblocks"][0]["ops"].__delitem__(slice(0, 2)) for gpu in file["gpus"]],
         "before its kernel may have begun",
     ),
-    "one wait more": (lambda file, ops: ops.append(on("wait", 0)), "operation 7 \\(wait\\).* waits for ever"),
+    "one wait more": (lambda file, ops: ops.append(on("wait", 0)), "operation 7 \\(wait\\).* waits forever"),
     "one signal more": (
         lambda file, ops: ops.append(on("signal", 0)),
         "is sent 1 more times than it is waited for",
@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[File, list[File]], object], str]] = {
         lambda file, ops: ops[3]["dst_buff"][1].update(index=2),
         "chunks 2 to 3 of a buffer 'i' that has 2",
     ),
-    "no such channel": (lambda file, ops: ops[0].update(channel_ids=[1]), "names 1, and there are 1"),
+    "no such channel": (lambda file, ops: ops[0].update(channel_ids=[1]), "names 1, which must be below 1"),
     "unknown operation": (lambda file, ops: ops[3].update(name="glre"), "the engine knows no such operation"),
     "nine channels": (
         lambda file, ops: ops[0].update(channel_ids=[0] * 9),
@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[File, list[File]], object], str]] = {
     "a maximum": (lambda file, ops: ops[3].update(reduce_op="max"), "reduce_op is not sum"),
     "an outsider": (
         lambda file, ops: file["gpus"][0]["remote_buffers"][0].update(rank=2),
-        "gpu 2, which is no other GPU",
+        "gpu 2, which is not another GPU",
     ),
 }
 
@@ -233,7 +233,7 @@ def test_a_broken_plan_is_refused(name: str) -> None:
     ("change", "message"),
     [
         (lambda file: file.pop("protocol"), "protocol must be a text"),
-        (lambda file: file.update(gpus=[]), "0 GPUs"),
+        (lambda file: file.update(gpus=[]), "gpus: the number of GPUs must be 1 to 1024, got 0"),
         (lambda file: file["gpus"][1].update(id=0), "gpu 1: its id is 0"),
         (lambda file: file["gpus"][0].pop("input_chunks"), "input_chunks"),
         (
@@ -284,7 +284,7 @@ def test_blocks_that_divide_an_operation_without_a_barrier_are_told() -> None:
     assert (
         check(pair(in_step, remote_buffer="s", scratch=2))
         .notes[0]
-        .startswith("warning: right only where blocks")
+        .startswith("warning: right only if blocks")
     )
 
 

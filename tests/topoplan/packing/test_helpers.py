@@ -216,7 +216,7 @@ def test_engines_know_ranks_alone() -> None:
     made = proved(star(3, 1))
     for name in ("mscclpp", "msccl-xml", "chakra"):
         with pytest.raises(
-            UsageError, match=f"trees of this plan pass helper0, which is no rank, and {name}"
+            UsageError, match=f"trees of this plan pass helper0, which is not a rank, and {name}"
         ):
             export_plan(made, name)
     assert '"helper0"' in export_plan(made, "dot").text

@@ -154,7 +154,7 @@ def test_half_of_the_answers_are_enough_for_a_machine_and_its_gaps_are_named(fak
     assert all(count <= known[ends] for ends, count in found.items()), "none is invented"
     assert any(line.startswith("the driver did not answer ") for line in warnings(machine))
     unread = next(line for line in warnings(machine) if " cannot be read: " in line)
-    assert unread.endswith(" (18 files); what they hide is assumed")
+    assert unread.endswith(" (18 files); their content is assumed")
     assert topoplan.verify(topoplan.plan(machine)).optimal
 
 
@@ -208,9 +208,9 @@ def test_where_the_kernel_tells_no_numa_nodes_the_driver_does(fake_here: Install
 @pytest.mark.parametrize(
     ("machine", "beginning"),
     [
-        ("no_driver", "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found); install it"),
+        ("no_driver", "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found); install it"),
         ("driver_not_loaded", "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia)"),
-        ("no_gpu", "the NVIDIA driver is there but shows no GPU; look at the container's devices"),
+        ("no_gpu", "the NVIDIA driver is loaded but shows no GPU; look at the container's devices"),
     ],
 )
 def test_without_driver_or_gpu_one_line_says_what_to_do(
@@ -232,7 +232,7 @@ def test_a_folder_that_is_not_there_is_not_read_in_place_of_sys(
     assert (done.returncode, done.stdout) == (2, "")
     named = arguments[-1] if arguments else "nowhere"
     assert done.stderr == (
-        f"topoplan probe: error: {named!r} is no folder to read in place of /sys; "
+        f"topoplan probe: error: {named!r} is not a folder to read in place of /sys; "
         "name one, or leave --sysfs-root and TOPOPLAN_SYSFS_ROOT out\n"
     )
 
@@ -279,7 +279,7 @@ def test_without_the_kernels_tree_the_driver_still_places_the_gpus(
     pcie = [link for link in machine.links if link.channel == "pcie" and link.src.startswith("gpu")]
     assert Counter(link.dst for link in pcie) == Counter({f"pcie{i}": 2 for i in range(4)})
     assert (
-        "the kernel's PCIe tree is not visible here: placed by what the driver says of each pair"
+        "the kernel's PCIe tree is not visible here: placed by the driver's common ancestor of each pair"
         in machine.notes
     )
 
@@ -300,7 +300,7 @@ def test_devices_whose_node_is_not_told_are_named(fake_here: Installer) -> None:
     machine = (fake_here(replace(told, name="untold", roots=roots)), topoplan.probe())[1]
     assert [machine.device(gpu).numa for gpu in machine.gpus] == [0] * 8
     assert (
-        "the NUMA node of gpu4-7, 0000:84:00.0, 0000:8b:00.0 (6 devices) is not told; node 0 taken, as NCCL takes "
+        "the NUMA node of gpu4-7, 0000:84:00.0, 0000:8b:00.0 (6 devices) is unknown; node 0 taken, as NCCL takes "
         "node 0"
     ) in machine.notes
 

@@ -224,7 +224,7 @@ def test_an_end_that_does_not_answer_takes_the_others_word() -> None:
     mute = [DriverLink(number, None, None, None, None, None, None) for number in range(2)]
     found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], mute))
     assert found == {FIRST: [("gpu", 2)], SECOND: [("gpu", 2)]}
-    assert notes == ["warning: gpu1: where NVLink 0-1 leads is not told"]
+    assert notes == ["warning: gpu1: far end of NVLink 0-1 is unknown"]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""A plan, or the best rings and chains of a machine, as a graph file that NCCL runs (``NCCL_GRAPH_FILE``).
+"""Export a plan, or the best rings and chains of a machine, as a graph file for NCCL (``NCCL_GRAPH_FILE``).
 
 Inside a server NCCL runs rings, and as its tree a chain: the GPUs of a channel in their order, reduced up and broadcast
 down. It cannot run packed trees. Each channel gets an equal part of the buffer, so a share becomes a number of equal
 channels. Both graphs, ring (id 0) and tree (id 1), have equally many channels: NCCL uses the smaller number of the two
 and drops the rest. ``speedintra`` is such that NCCL's own arithmetic gives the rate computed here, at its own rates of
-NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees; which rings and chains are best,
-`topoplan.schedules.nccl` says.
+NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees. `topoplan.schedules.nccl` finds
+the best rings and chains.
 ``dev`` is a GPU's NVML index, in hexadecimal (see `topoplan.engines.nccl.identities`). Sources: ``src/graph/search.cc``
 (``ncclTopoGetGraphFromXml``), ``connect.cc`` and ``src/init.cc`` of NCCL, whose release 2.30 took such files whole.
 Deliberately absent: NVLS and CollNet, which NCCL finds itself and may prefer (``NCCL_ALGO=Ring`` or ``Tree`` insists),
@@ -19,12 +19,13 @@ from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
 from topoplan.engines.nccl.identities import gpu_numbers
-from topoplan.engines.nccl.xml_text import NcclElement, nccl_xml
+from topoplan.engines.nccl.xml_text import nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import is_amd
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
+from topoplan.reading.nccl.topology_elements import XmlElement
 from topoplan.schedules.nccl_channels import (
     MOST_CHANNELS,
     Graphs,
@@ -50,7 +51,7 @@ NO_PACKED_TREES = (
 )
 
 _RING_PATTERN, _TREE_PATTERN = "4", "1"
-"""Ring, and the balanced tree that NCCL itself takes, which is a chain inside a server."""
+"""Ring, and NCCL's own balanced tree, which is a chain inside a server."""
 
 _ALGORITHM_NOTE = (
     "NCCL chooses between these graphs and others by size; NCCL_ALGO=Ring or NCCL_ALGO=Tree insists on one"
@@ -58,29 +59,10 @@ _ALGORITHM_NOTE = (
 
 
 def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Exported:
-    """The best rings and the best chains for all GPUs of a machine.
+    """Export the best rings and the best chains for all GPUs of an allocation, or of one ``server`` of several.
 
-    Parameters
-    ----------
-    topology : Topology
-        An allocation (see `Topology.subset`).
-    server : str or None
-        Which of several servers.
+    The notes compare them with the packed trees, which NCCL cannot run.
 
-    Returns
-    -------
-    Exported
-        Its notes compare what NCCL will run with the packed trees, which it cannot run.
-
-    Raises
-    ------
-    UsageError
-        There are fewer than two GPUs, or several servers and none is chosen.
-    InfeasibleError
-        The GPUs are not joined.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = machine_graph_xml(topoplan.load("dgx-1v").subset([1, 4, 5, 7]))
     >>> print(found.notes[1])
@@ -101,27 +83,16 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
 
 
 def plan_graph_xml(plan: Plan) -> Exported:
-    """A plan of rings as NCCL's ring graph, or a plan of chains as its tree graph, each beside the best of the other.
+    """Export a plan of rings as NCCL's ring graph, or a plan of chains as its tree graph, each beside the best other.
 
-    Raises
-    ------
-    UsageError
-        The plan has other trees, spans several servers, or has one GPU.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> found = plan_graph_xml(topoplan.ring(topoplan.load("dgx-1v")))
-    >>> found.text.count('<graph id="0" pattern="4"'), found.notes[1]
-    (1, 'rings of the plan: 6 in 6 channels, 85.7143 GB/s of allreduce; the plan states 85.7143')
+    A UsageError refuses plans with other trees, of several servers, or of one GPU.
     """
     machine = _check_plan(one_server(plan.topology, None, "a graph file of NCCL"))
     orders = plan_orders(plan)
     if orders is None:
         raise UsageError(
             f"this plan has trees that branch, and {NO_PACKED_TREES}; for the best rings and chains export the "
-            "machine itself: "
-            "topoplan export TOPO --to nccl-graph --gpus …"
+            "machine itself: topoplan export TOPO --to nccl-graph --gpus …"
         )
     paths = NcclPaths(machine)
     graphs = plan_graphs(machine, paths, orders)
@@ -138,24 +109,24 @@ def _check_plan(machine: Topology) -> Topology:
 
 def _plan_notes(plan: Plan, paths: NcclPaths, orders: PlanOrders, graphs: Graphs) -> list[str]:
     if orders.closed:
-        what, used = "rings", graphs.rings
+        form, used = "rings", graphs.rings
         rate = collective_rate(graphs.bandwidth, plan.collective, len(plan.ranks))
         whole = collective_rate(ring_bandwidth(paths, orders.shares), plan.collective, len(plan.ranks))
     else:
-        what, used = "chains", graphs.chains
+        form, used = "chains", graphs.chains
         rate, whole = graphs.chain_rate, chain_rate(paths, orders.shares)
     notes = [
-        f"{what} of the plan: {len(orders.shares)} in {graphs.count} channels, {float(rate):.6g} GB/s of "
+        f"{form} of the plan: {len(orders.shares)} in {graphs.count} channels, {float(rate):.6g} GB/s of "
         f"{plan.collective}; the plan states {plan.rate:.6g}"
     ]
     left = len(orders.shares) - len(used)
     if any(Fraction(used.get(order, 0), graphs.count) != share for order, share in orders.shares.items()):
         change = f"{abs(float(rate / whole - 1)):.2%} {'slower' if rate < whole else 'faster'}"
         gone = (
-            f"; {left} of the {len(orders.shares)} {what}, with the smallest shares, left out" if left else ""
+            f"; {left} of the {len(orders.shares)} {form}, with the smallest shares, left out" if left else ""
         )
         notes.append(
-            f"the shares are no equal channels, of which NCCL takes {MOST_CHANNELS}; {graphs.count} come nearest: "
+            f"the shares are not equal channels, of which NCCL takes {MOST_CHANNELS}; {graphs.count} come nearest: "
             f"{change} than exact shares{gone}"
         )
     return notes
@@ -178,7 +149,7 @@ def _write_graphs(machine: Topology, paths: NcclPaths, graphs: Graphs, found: tu
         f"{float(graphs.chain_rate):.6g} GB/s",
         *notes,
     )
-    return Exported(nccl_xml(NcclElement("graphs", (("version", "1"),), (rings, chains)), comments), notes)
+    return Exported(nccl_xml(XmlElement("graphs", {"version": "1"}, (rings, chains)), comments), notes)
 
 
 def _graph_element(
@@ -188,31 +159,31 @@ def _graph_element(
     numbers: Mapping[str, int],
     speed: Fraction,
     paths: NcclPaths,
-) -> NcclElement:
-    """One graph with its channels; ``speed`` is GB/s of one channel as NCCL counts it."""
+) -> XmlElement:
+    """Return one graph with its channels; ``speed`` is GB/s of one channel as NCCL counts it."""
     channels = [
-        NcclElement(
+        XmlElement(
             "channel",
-            children=tuple(NcclElement("gpu", (("dev", _hex_number(numbers[gpu])),)) for gpu in order),
+            children=tuple(XmlElement("gpu", {"dev": _hex_number(numbers[gpu])}) for gpu in order),
         )
         for order, times in orders.items()
         for _ in range(times)
     ]
-    attributes = (
-        ("id", identity),
-        ("pattern", pattern),
-        ("crossnic", "0"),
-        ("nchannels", str(len(channels))),
-        ("speedintra", f"{float(speed):g}"),
-        ("speedinter", f"{float(speed):g}"),
-        ("latencyinter", "0"),
-        ("typeintra", worst_kind(paths, orders, closed=pattern == _RING_PATTERN)),
-        ("typeinter", "PIX"),
-        ("samechannels", "1" if len(orders) == 1 else "0"),
-    )
-    return NcclElement("graph", attributes, tuple(channels))
+    attributes = {
+        "id": identity,
+        "pattern": pattern,
+        "crossnic": "0",
+        "nchannels": str(len(channels)),
+        "speedintra": f"{float(speed):g}",
+        "speedinter": f"{float(speed):g}",
+        "latencyinter": "0",
+        "typeintra": worst_kind(paths, orders, closed=pattern == _RING_PATTERN),
+        "typeinter": "PIX",
+        "samechannels": "1" if len(orders) == 1 else "0",
+    }
+    return XmlElement("graph", attributes, tuple(channels))
 
 
 def _hex_number(number: int) -> str:
-    """As NCCL reads it: releases differ in whether a number without 0x is decimal."""
+    """Write a number for NCCL: releases differ in whether a number without 0x is decimal."""
     return str(number) if number < 10 else f"{number:#x}"

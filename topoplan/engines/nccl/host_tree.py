@@ -1,7 +1,7 @@
 """Fit one server into NCCL's topology file: a PCIe tree below each CPU, rates between CPUs, ends of NVLinks.
 
-The file has no place for a device with two ways up, a GPU joined to a NIC, links that are missing or slower in one
-direction, and CPUs that are not all joined: each is refused in one line that names the link. Parts that
+The file has no place for a device with two paths to a CPU, a GPU joined to a NIC, links that are missing or slower in
+one direction, and CPUs that are not all joined: each is refused in one line that names the link. Parts that
 the rest does not need are left out with a note: networks, and devices below no CPU that carry nothing between GPUs.
 
 Each GPU lists other GPUs, the NVSwitch, or its own CPU. A bundle from GPU to GPU is listed at both ends, so its two
@@ -27,18 +27,9 @@ _CLIMBING = {"gpu", "nic", "pcie"}
 class NcclHostTree:
     """The PCIe side of a server.
 
-    Parameters
-    ----------
-    children : dict of str to tuple of str
-        What hangs directly below a CPU or switch, in the order of the topology's devices.
-    above : dict of str to str
-        Parent of every GPU, NIC and switch in the tree.
-    bandwidth : dict of str to float
-        GB/s per direction of the link to the parent.
-    socket : dict of str to float
-        GB/s from every CPU to any other one; empty for a single CPU.
-    notes : tuple of str
-        What is left out.
+    ``children`` are the devices directly below a CPU or switch, in the order of the topology. ``bandwidth`` is in GB/s
+    per direction to the parent in ``above``, ``socket`` in GB/s from every CPU to any other one, empty for a single
+    CPU. ``notes`` list omissions.
     """
 
     children: dict[str, tuple[str, ...]]
@@ -48,22 +39,14 @@ class NcclHostTree:
     notes: tuple[str, ...]
 
     def cpu_of(self, name: str) -> str:
-        """The CPU at the root above a device."""
         while name in self.above:
             name = self.above[name]
         return name
 
 
 def host_tree(topology: Topology) -> NcclHostTree:
-    """The PCIe tree and the CPUs of one server.
+    """Return the PCIe tree and the CPUs of one server; raise for a device or link that has no place in the file.
 
-    Raises
-    ------
-    UsageError
-        The file cannot hold it; the message names the device or link.
-
-    Examples
-    --------
     >>> import topoplan
     >>> tree = host_tree(topoplan.load("dgx-1v"))
     >>> tree.children["cpu0"], tree.children["pcie0"], tree.socket
@@ -84,12 +67,12 @@ def host_tree(topology: Topology) -> NcclHostTree:
         for other in below:
             if kind[name] in ("gpu", "nic"):
                 raise UsageError(
-                    f"{name} is joined to {other} by PCIe, and in NCCL's file nothing hangs below a {kind[name]}; take "
+                    f"{name} is joined to {other} by PCIe, and NCCL's file has no devices below a {kind[name]}; take "
                     "the link out with --without-link"
                 )
             if other in above or kind[other] not in _CLIMBING:
                 raise UsageError(
-                    f"{name} and {other}: PCIe is no tree below one CPU each, as NCCL's file has it; take a link out "
+                    f"{name} and {other}: PCIe is not a tree below one CPU each, as in NCCL's file; take a link out "
                     "with --without-link"
                 )
             above[other] = name
@@ -98,7 +81,7 @@ def host_tree(topology: Topology) -> NcclHostTree:
     for name in topology.gpus:
         if name not in above:
             raise UsageError(
-                f"{name} has no PCIe way to a CPU, and NCCL's file hangs every GPU below a CPU; state the links of "
+                f"{name} has no PCIe path to a CPU, and NCCL's file has every GPU below a CPU; state the links of "
                 "channel pcie"
             )
     kept = _with_ends(children, above, kind)
@@ -112,7 +95,7 @@ def host_tree(topology: Topology) -> NcclHostTree:
 
 
 def _full_duplex(links: Iterable[Link]) -> dict[tuple[str, str], Link]:
-    """Links by their ends, each as fast as its way back."""
+    """Return links by their ends; raise if the reverse direction is missing or has another rate."""
     wires = {(link.src, link.dst): link for link in links}
     for (src, dst), link in wires.items():
         back = wires.get((dst, src))
@@ -126,7 +109,7 @@ def _full_duplex(links: Iterable[Link]) -> dict[tuple[str, str], Link]:
 
 
 def _with_ends(children: dict[str, tuple[str, ...]], above: dict[str, str], kind: dict[str, str]) -> set[str]:
-    """GPUs, NICs and the switches above them; a switch without either limits nothing."""
+    """Return GPUs, NICs and the switches above them; a switch without either limits nothing."""
     kept = {name for name in above if kind[name] in ("gpu", "nic")}
     for name in reversed(list(children)):
         if name in above and kept.intersection(children[name]):
@@ -135,7 +118,7 @@ def _with_ends(children: dict[str, tuple[str, ...]], above: dict[str, str], kind
 
 
 def _sockets(topology: Topology, cpus: list[str]) -> dict[str, float]:
-    """GB/s from each CPU to the others."""
+    """Return the GB/s from each CPU to the others."""
     rates: dict[str, set[float]] = {name: set() for name in cpus}
     joined = set()
     for link in topology.links:
@@ -188,14 +171,10 @@ def _omitted_devices(topology: Topology, kept: set[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuLinks:
-    """What one GPU lists.
+    """The links that one GPU lists.
 
-    Parameters
-    ----------
-    nvlinks : tuple of (str, int, float)
-        Far end (a GPU, a CPU, or empty for the NVSwitch), links, and GB/s per direction of all of them.
-    c2c : Link or None
-        To its CPU.
+    ``nvlinks`` hold the far end (a GPU, a CPU, or empty for the NVSwitch), the links, and GB/s per direction of all
+    of them; ``c2c`` leads to its CPU.
     """
 
     nvlinks: tuple[tuple[str, int, float], ...]
@@ -203,21 +182,7 @@ class GpuLinks:
 
 
 def gpu_links(topology: Topology, tree: NcclHostTree) -> tuple[dict[str, GpuLinks], tuple[str, ...]]:
-    """What each GPU lists, by name, and what has to be said about it.
-
-    Raises
-    ------
-    UsageError
-        The file cannot hold it; the message names the device or link.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.engines.nccl.host_tree import host_tree
-    >>> box = topoplan.load("dgx-2")
-    >>> gpu_links(box, host_tree(box))[0]["gpu3"].nvlinks
-    (('', 6, 150.0),)
-    """
+    """Return the links that each GPU lists, by name, and notes; raise for one that has no place in the file."""
     kind = {device.name: device.kind for device in topology.devices}
     links = {(link.src, link.dst): link for link in topology.links if link.channel == "nvlink"}
     c2c = {(link.src, link.dst): link for link in topology.links if link.channel == "c2c"}
@@ -243,7 +208,7 @@ def _check_ends(kind: dict[str, str], tree: NcclHostTree, link: Link, back: Link
     ends = f"{link.src}->{link.dst} ({link.channel})"
     if back is None:
         raise UsageError(
-            f"{ends} has no way back, and NCCL takes no link of one direction; take it out with --without-link"
+            f"{ends} has no reverse direction, and NCCL takes no link of one direction; take it out with --without-link"
         )
     gpu, other = (link.src, link.dst) if kind[link.src] == "gpu" else (link.dst, link.src)
     wanted = ("cpu",) if link.channel == "c2c" else ("gpu", "nvswitch", "cpu")

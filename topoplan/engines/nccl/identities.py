@@ -42,7 +42,7 @@ _MODELS = (
     (r"EPYC [89]\w\w4[A-Z]?\b|Genoa|Bergamo|Zen 4\b", _AMD, 175, 17),
     (r"EPYC 9\w\w5[A-Z]?\b|Turin|Zen 5\b", _AMD, 191, 2),
 )
-"""Beginning with what is most telling; the first that fits is taken."""
+"""Patterns of model texts, the most specific first; the first match counts."""
 
 _BY_RATE = ((_INTEL, 6, 79), (_INTEL, 6, 85), (_AMD, 143, 49), (_INTEL, 6, 143), (_INTEL, 6, 207))
 _OTHER_ARCHITECTURES = (
@@ -53,15 +53,10 @@ _OTHER_ARCHITECTURES = (
 
 @dataclass(frozen=True, slots=True)
 class CpuIdentity:
-    """Attributes of a ``cpu`` element and the names of those that no fact states.
+    """Attributes of a ``cpu`` element, the names of invented ones, and the rate between two such sockets.
 
-    Parameters
-    ----------
-    attributes : tuple of (str, str)
-        ``arch``, and where they are known or NCCL needs them ``vendor``, ``familyid`` and ``modelid``.
-    invented : tuple of str
-    rate : float
-        GB/s between two such sockets, as NCCL counts.
+    ``vendor``, ``familyid`` and ``modelid`` follow ``arch`` if they are known or NCCL needs them. ``rate`` is in GB/s,
+    as NCCL counts.
     """
 
     attributes: tuple[tuple[str, str], ...]
@@ -70,16 +65,8 @@ class CpuIdentity:
 
 
 def cpu_identity(cpu: Device, socket: float | None) -> CpuIdentity:
-    """What to write of a CPU.
+    """Return the identity of a CPU; ``socket`` is GB/s per direction to other CPUs, None for a single CPU.
 
-    Parameters
-    ----------
-    cpu : Device
-    socket : float or None
-        GB/s per direction to other CPUs; None where it is alone.
-
-    Examples
-    --------
     >>> found = cpu_identity(Device("cpu0", "cpu", model="Xeon E5-2698 v4"), 8.0)
     >>> found.attributes, found.rate
     ((('arch', 'x86_64'), ('vendor', 'GenuineIntel'), ('familyid', '6'), ('modelid', '79')), 6.0)
@@ -93,7 +80,8 @@ def cpu_identity(cpu: Device, socket: float | None) -> CpuIdentity:
         "modelid": cpu.fact("model"),
     }
     stated = {key: value for key, value in stated.items() if value}
-    arch = stated.get("arch") or _architecture(cpu.model)
+    others = (arch for name, arch in _OTHER_ARCHITECTURES if re.search(name, cpu.model))
+    arch = stated.get("arch") or next(others, "x86_64")
     wanted = {"arch": arch}
     if arch == "x86_64":
         vendor, family, model = _processor(cpu.model, stated.get("vendor"), socket)
@@ -104,12 +92,8 @@ def cpu_identity(cpu: Device, socket: float | None) -> CpuIdentity:
     return CpuIdentity(tuple(wanted.items()), tuple(key for key in wanted if key not in stated), rate)
 
 
-def _architecture(model: str) -> str:
-    return next((arch for name, arch in _OTHER_ARCHITECTURES if re.search(name, model)), "x86_64")
-
-
 def _processor(text: str, vendor: str | None, socket: float | None) -> tuple[str, int, int]:
-    """Vendor, family and model by the model's text, else those of nearest rate, of this vendor where it has any."""
+    """Return vendor, family and model by the model's text, else those of nearest rate, of this vendor if it has any."""
     for pattern, maker, family, model in _MODELS:
         if re.search(pattern, text) and vendor in (None, maker):
             return maker, family, model
@@ -120,7 +104,7 @@ def _processor(text: str, vendor: str | None, socket: float | None) -> tuple[str
 
 
 def _decimal_number(text: str) -> int:
-    """A number as NCCL reads it, 0 where the text is none."""
+    """Return a number as NCCL parses it, 0 if the text is not one."""
     try:
         return int(text, 0)
     except ValueError:
@@ -131,10 +115,8 @@ MAX_LOGICAL_CPUS = 8192
 
 
 def cpu_mask(cpus: str) -> str:
-    """A list such as 0-19,40-59 as NCCL reads it: words of 32 bits in hexadecimal, the highest first; empty for none.
+    """Return a list such as 0-19,40-59 as a mask: hexadecimal words of 32 bits, the highest first; empty for none.
 
-    Examples
-    --------
     >>> cpu_mask("0-19,40-59"), cpu_mask("")
     ('0fffff00,000fffff', '')
     """
@@ -155,13 +137,7 @@ _NUMBERED = re.compile(r"(?:.*\.)?gpu([0-9]{1,4})")
 
 
 def gpu_numbers(names: Sequence[str]) -> dict[str, int]:
-    """Number of each GPU of one server by name.
-
-    Examples
-    --------
-    >>> gpu_numbers(["gpu1", "gpu4"]), gpu_numbers(["left", "right"])
-    ({'gpu1': 1, 'gpu4': 4}, {'left': 0, 'right': 1})
-    """
+    """Return the number of each GPU of one server by name."""
     matches = [_NUMBERED.fullmatch(name) for name in names]
     numbers = [int(match[1]) for match in matches if match]
     if len(set(numbers)) == len(names):
@@ -175,17 +151,8 @@ _PLACES = 32
 
 
 def bus_ids(devices: Sequence[Device]) -> tuple[dict[str, str], frozenset[str]]:
-    """Bus id of every GPU, NIC and PCIe switch by name, and the names for which it is invented.
+    """Return the bus id of every GPU, NIC and PCIe switch by name, and the names for which it is invented.
 
-    Raises
-    ------
-    UsageError
-        Two devices state one bus id, or there are more devices without one than there is room for.
-    TopologyError
-        What a device states is no bus id.
-
-    Examples
-    --------
     >>> gpus = [Device("gpu0", "gpu"), Device("gpu1", "gpu", busid="00000000:07:00.0")]
     >>> ids, invented = bus_ids([*gpus, Device("pcie0", "pcie")])
     >>> sorted(ids.items()), sorted(invented)
@@ -215,22 +182,7 @@ def bus_ids(devices: Sequence[Device]) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def numa_nodes(machine: Topology, tree: NcclHostTree) -> tuple[dict[str, int], frozenset[str]]:
-    """Number of every CPU's NUMA node by name, and the CPUs for which it is invented.
-
-    Raises
-    ------
-    UsageError
-        Two CPUs state the same.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.engines.nccl.host_tree import host_tree
-    >>> box = topoplan.load("dgx-1v")
-    >>> nodes, invented = numa_nodes(box, host_tree(box))
-    >>> nodes, sorted(invented)
-    ({'cpu0': 0, 'cpu1': 1}, ['cpu0', 'cpu1'])
-    """
+    """Return the number of every CPU's NUMA node by name, and the CPUs for which it is invented."""
     cpus = [device for device in machine.devices if device.kind == "cpu"]
     taken: dict[int, str] = {}
     for cpu in cpus:
@@ -262,15 +214,8 @@ _HEADS = {"index": "index", "pci.bus_id": "bus id", "gpu_bus_id": "bus id"}
 
 
 def parse_bus_ids(text: str) -> dict[int, str]:
-    """Bus id of each GPU by its index, as the kernel writes it.
+    """Return the bus id of each GPU by its index, as the kernel writes it; a UsageError names the line.
 
-    Raises
-    ------
-    UsageError
-        A line is cut or has no index or bus id, one of them is there twice, or there is none at all.
-
-    Examples
-    --------
     >>> parse_bus_ids("index, pci.bus_id\\n0, 00000000:07:00.0\\n1, 00000000:0A:00.0\\n")
     {0: '0000:07:00.0', 1: '0000:0a:00.0'}
     """
@@ -299,36 +244,23 @@ def parse_bus_ids(text: str) -> dict[int, str]:
             )
         index, busid = cells[places["index"]], cells[places["bus id"]]
         if not re.fullmatch("[0-9]{1,4}", index):
-            raise UsageError(f"bus ids, line {number}: {index[:60]!r} is no index of a GPU")
+            raise UsageError(f"bus ids, line {number}: {index[:60]!r} is not an index of a GPU")
         try:
             known = bus_id(busid)
         except TopologyError:
             raise UsageError(
-                f"bus ids, line {number}: {busid[:60]!r} is no bus id such as 00000000:07:00.0"
+                f"bus ids, line {number}: {busid[:60]!r} is not a bus id such as 00000000:07:00.0"
             ) from None
         if int(index) in found:
-            raise UsageError(f"bus ids, line {number}: index {index} is there twice")
+            raise UsageError(f"bus ids, line {number}: index {index} occurs twice")
         if known in found.values():
-            raise UsageError(f"bus ids, line {number}: bus id {known} is there twice")
+            raise UsageError(f"bus ids, line {number}: bus id {known} occurs twice")
         found[int(index)] = known
     return found
 
 
 def with_bus_ids(topology: Topology, bus_ids: dict[int, str]) -> Topology:
-    """A machine of one server with these bus ids of its GPUs; those of GPUs that it does not have are passed over.
-
-    Raises
-    ------
-    UsageError
-        A GPU of the machine is not among them, or states another bus id already.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.load("dgx-1v").subset([1, 4])
-    >>> [device.busid for device in with_bus_ids(pair, {1: "0000:07:00.0", 4: "0000:86:00.0"}).devices[:2]]
-    ['0000:07:00.0', '0000:86:00.0']
-    """
+    """Return a machine of one server with these bus ids of its GPUs; entries of other GPUs are skipped."""
     numbers = gpu_numbers(topology.gpus)
     missing = [name for name, number in numbers.items() if number not in bus_ids]
     if missing:

@@ -1,9 +1,9 @@
-"""A shell script that runs rounds of pair tests with nccl-tests and writes what `topoplan pairs --results` reads.
+"""Write a shell script that runs rounds of pair tests with nccl-tests and writes a file for `topoplan pairs --results`.
 
 Between servers each test is an mpirun of two ranks of one GPU each, started here, or on the first of the two servers
 over ssh; within one server it is one process with two GPUs, and needs no MPI. Both ways at once it is
-``sendrecv_perf``, one way ``broadcast_perf`` from the first rank; with two ranks the bus bandwidth of either is what
-the wires carry. GPUs are numbered by bus id, as nvidia-smi does.
+``sendrecv_perf``, one way ``broadcast_perf`` from the first rank; the bus bandwidth of either with two ranks is the
+traffic on the wires. GPUs are numbered by bus id, as nvidia-smi does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})")
 
 
 def server_hosts(names: Sequence[str], servers: Sequence[str]) -> dict[str, str]:
-    """The host of each server, in their order.
-
-    Raises
-    ------
-    UsageError
-        More or fewer hosts than servers, one of them twice, or what is no host name.
+    """Return the host of each server, in their order.
 
     Examples
     --------
@@ -37,7 +32,7 @@ def server_hosts(names: Sequence[str], servers: Sequence[str]) -> dict[str, str]
     """
     for name in names:
         if not HOST_PATTERN.fullmatch(name):
-            raise UsageError(f"hosts: {name[:60]!r} is no host name")
+            raise UsageError(f"hosts: {name[:60]!r} is not a host name")
         if names.count(name) > 1:
             raise UsageError(f"hosts: {name} is named twice; each server is one host")
     if len(names) != len(servers):
@@ -55,19 +50,9 @@ def pair_script(
     hosts: Mapping[str, str],
     nbytes: int,
 ) -> str:
-    """The script.
+    """Return the script; tests of a round run side by side, ``starter`` is one of `STARTERS`.
 
-    Parameters
-    ----------
-    topology : Topology
-    rounds : sequence of sequence of PairTest
-        Tests of a round run side by side.
-    starter : str
-        One of `STARTERS`.
-    hosts : mapping of str to str
-        Host of each server; a server that is not there goes by its own name.
-    nbytes : int
-        Bytes of a test's buffer.
+    A server without an entry in ``hosts`` is its own host name. ``nbytes`` is the size of a test's buffer.
 
     Examples
     --------
@@ -124,7 +109,6 @@ def pair_script(
 
 
 def _command(starter: str, *, inside: bool) -> list[str]:
-    """The lines that run a test and write its log."""
     if inside:
         return ['  CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=$4,$7 $test ${8:+-n 1000} > "$log" 2>&1']
     ranks = " : ".join(

@@ -2,7 +2,7 @@
 
 The file holds what NCCL needs: CPUs, the PCIe tree below them, GPUs with their NVLinks, NICs. NCCL works with rates of
 its own, by processor, compute capability and PCIe generation; the nearest ones are chosen, and notes name omissions,
-assumptions and differing rates. The machine's own figures are attributes that NCCL ignores and `topoplan.load` reads:
+assumptions and differing rates. The machine's own figures are attributes that NCCL ignores and `topoplan.load` parses:
 ``name``, ``model``, ``bandwidth`` and ``socket`` in GB/s, ``peer_access`` in seconds, and ``assumed``, the attributes
 of an element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h``
 of NCCL (2.27 to 2.30) and RCCL. NCCL 2.30 makes of the file what it makes of the machine itself. Deliberately absent: a
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
-from topoplan.engines.nccl.host_tree import GpuLinks, NcclHostTree, gpu_links, host_tree
+from topoplan.engines.nccl.host_tree import NcclHostTree, gpu_links, host_tree
 from topoplan.engines.nccl.identities import (
     CpuIdentity,
     bus_ids,
@@ -29,7 +28,7 @@ from topoplan.engines.nccl.identities import (
     gpu_numbers,
     numa_nodes,
 )
-from topoplan.engines.nccl.xml_text import NcclElement, nccl_xml
+from topoplan.engines.nccl.xml_text import nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import (
     GpuIdentity,
@@ -44,6 +43,7 @@ from topoplan.machine.hardware import (
 from topoplan.machine.host_topology import SWITCH
 from topoplan.machine.notes import listed
 from topoplan.machine.topology import Device, Topology
+from topoplan.reading.nccl.topology_elements import XmlElement
 from topoplan.units import exact
 
 _KEPT_FACTS = {
@@ -53,39 +53,6 @@ _KEPT_FACTS = {
     "pcie": {"pci"},
 }
 _SERVER = "s0"
-
-
-def topology_notes(
-    machine: Topology,
-    tree: NcclHostTree,
-    *,
-    gpus: Mapping[str, GpuIdentity],
-    cpus: Mapping[str, CpuIdentity],
-    nodes: Mapping[str, int],
-    invented: Iterable[str],
-) -> tuple[str, ...]:
-    """One line for each thing that the reader of the file should know.
-
-    Parameters
-    ----------
-    machine : Topology
-    tree : NcclHostTree
-    gpus, cpus : mapping of str to identity
-        By name of the device.
-    nodes : mapping of str to int
-        NUMA node of each CPU in the file.
-    invented : iterable of str
-        Names of devices whose bus id is.
-    """
-    made_up = set(invented)
-    return (
-        *tree.notes,
-        *_bus_id_notes([device for device in machine.devices if device.name in made_up]),
-        *_guess_notes(gpus),
-        *_driver_nvlink_notes(machine, gpus),
-        *_rate_notes(machine, tree, gpus, cpus),
-        *_omission_notes(machine, tree, nodes),
-    )
 
 
 def _bus_id_notes(devices: list[Device]) -> list[str]:
@@ -103,12 +70,14 @@ def _guess_notes(gpus: Mapping[str, GpuIdentity]) -> list[str]:
         return []
     gcn = gpus[guessed[0]].gcn
     if gcn:
-        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not tell"]
-    return [f"sm is left to the driver, whom NCCL asks, for {listed(guessed)}, whose model does not tell"]
+        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not state it"]
+    return [
+        f"sm is left to the driver, which NCCL asks, for {listed(guessed)}, whose model does not state it"
+    ]
 
 
 def _driver_nvlink_notes(machine: Topology, gpus: Mapping[str, GpuIdentity]) -> list[str]:
-    """NCCL takes the NVLinks of a GPU from the file or from the driver, and cannot be told that there are none."""
+    """Return a note on GPUs without NVLinks: NCCL then asks the driver, and the file cannot state that none exist."""
     joined = {link.src for link in machine.links if link.channel == "nvlink"}
     bare = [name for name in gpus if name not in joined]
     return [f"NCCL asks the driver for NVLinks of {listed(bare)}, as none are stated here"] if bare else []
@@ -119,9 +88,11 @@ def _rate_notes(
 ) -> list[str]:
     counted: dict[str, list[str]] = {}
 
-    def compare(what: str, stated: Fraction, own: Fraction, place: str) -> None:
+    def compare(subject: str, stated: Fraction, own: Fraction, place: str) -> None:
         if stated != own:
-            line = f"NCCL counts {float(own):g} GB/s for {what}, where the machine states {float(stated):g}"
+            line = (
+                f"NCCL counts {float(own):g} GB/s for {subject}, where the machine states {float(stated):g}"
+            )
             counted.setdefault(line, []).append(place)
 
     for link in machine.links:
@@ -130,8 +101,8 @@ def _rate_notes(
             if identity.guessed and not identity.gcn:
                 continue
             own = xgmi_bandwidth(identity.gcn) if identity.gcn else nvlink_bandwidth(identity.capability)
-            what = "an XGMI link" if identity.gcn else "an NVLink"
-            compare(what, exact(link.bandwidth) / link.count, exact(own), link.src)
+            subject = "an XGMI link" if identity.gcn else "an NVLink"
+            compare(subject, exact(link.bandwidth) / link.count, exact(own), link.src)
     for name, bandwidth in tree.bandwidth.items():
         compare("the PCIe link", exact(bandwidth), counted_bandwidth(*nearest_pcie(bandwidth)), name)
     for name, rate in tree.socket.items():
@@ -163,41 +134,29 @@ def _omission_notes(machine: Topology, tree: NcclHostTree, nodes: Mapping[str, i
             unsaid.setdefault("latency", []).append(f"{link.src}->{link.dst}")
         if link.channel == "c2c" and link.count > 1:
             unsaid.setdefault("the number of c2c links, which are read as one", []).append(link.src)
-    notes = [f"not in the file: {what}: {listed(dict.fromkeys(places))}" for what, places in unsaid.items()]
+    notes = [f"not in the file: {fact}: {listed(dict.fromkeys(places))}" for fact, places in unsaid.items()]
     if machine.servers and machine.servers != (_SERVER,):
         notes.append(f"not in the file: the name of server {machine.servers[0]}, which is read as {_SERVER}")
     return notes
 
 
 MAX_ELEMENTS = 255
-"""NCCL holds 256 elements and wants room for one more before it reads on (NCCL_TOPO_XML_MAX_NODES)."""
+"""Elements that NCCL holds, less one: it needs a free one before it parses on (NCCL_TOPO_XML_MAX_NODES is 256)."""
 
 _CLASS = {"pcie": "0x060400", "gpu": "0x030200", "nic": "0x020000"}
 _AMD_CLASS = {**_CLASS, "gpu": "0x038000"}
 _NVSWITCH_CLASS, _CPU_CLASS = "0x068000", "0x068001"
 _CHIP_KEYS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
 _HIDDEN = "fffffff:ffff:ff"
-"""Bus id of an NVLink's far end that NCCL itself writes where it cannot see the NVSwitch."""
+"""Bus id that NCCL itself writes for an NVLink's far end if it cannot see the NVSwitch."""
 
 
 def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
-    """The topology file of a machine.
+    """Return the topology file of a machine, or of one ``server`` of several.
 
-    Parameters
-    ----------
-    topology : Topology
-        Its GPUs get ranks in their order; ``dev`` is the number that NVML knows them by (see
-        `topoplan.engines.nccl.identities`).
-    server : str or None
-        Which of several servers.
+    Ranks follow the order of the GPUs; ``dev`` is NVML's number (see `topoplan.engines.nccl.identities`). A UsageError
+    names a device or link that has no place in the file, or says that it exceeds `MAX_ELEMENTS`.
 
-    Raises
-    ------
-    UsageError
-        The file cannot hold the machine: the message names device or link. It has more than `MAX_ELEMENTS` elements.
-
-    Examples
-    --------
     >>> import topoplan
     >>> text = nccl_topo_xml(topoplan.load("dgx-2")).text
     >>> print(next(line.strip() for line in text.splitlines() if "<nvlink" in line))
@@ -206,77 +165,52 @@ def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
     machine = one_server(topology, server, "a topology file of NCCL")
     if not machine.gpus:
         raise UsageError(f"{machine.name} has no GPU; a topology file of NCCL describes a machine with GPUs")
-    writer = _TopologyWriter.of(machine)
+    writer = _TopologyWriter(machine)
     root = writer.system()
     if root.size > MAX_ELEMENTS:
         raise UsageError(
             f"{machine.name} takes {root.size} elements, and NCCL reads {MAX_ELEMENTS}; choose fewer GPUs with --gpus"
         )
+    invented = [device for device in machine.devices if device.name in writer.invented]
     notes = (
-        topology_notes(
-            machine,
-            writer.tree,
-            gpus=writer.gpus,
-            cpus=writer.cpus,
-            nodes=writer.nodes,
-            invented=writer.invented,
-        )
-        + writer.nvlink_notes
+        *writer.tree.notes,
+        *_bus_id_notes(invented),
+        *_guess_notes(writer.gpus),
+        *_driver_nvlink_notes(machine, writer.gpus),
+        *_rate_notes(machine, writer.tree, writer.gpus, writer.cpus),
+        *_omission_notes(machine, writer.tree, writer.nodes),
+        *writer.nvlink_notes,
     )
     kind = "RCCL" if writer.amd else "NCCL"
     title = f"topoplan: {kind} topology of {machine.name}, for NCCL_TOPO_FILE"
     return Exported(nccl_xml(root, (title, *notes)), notes)
 
 
-@dataclass(frozen=True, slots=True)
 class _TopologyWriter:
     """Everything that elements are made of."""
 
-    machine: Topology
-    tree: NcclHostTree
-    busid: dict[str, str]
-    invented: frozenset[str]
-    amd: bool
-    numbers: dict[str, int]
-    nodes: dict[str, int]
-    unnumbered: frozenset[str]
-    cpus: dict[str, CpuIdentity]
-    gpus: dict[str, GpuIdentity]
-    links: dict[str, GpuLinks]
-    nvlink_notes: tuple[str, ...]
-    named_nics: bool
-
-    @classmethod
-    def of(cls, machine: Topology) -> _TopologyWriter:
-        tree = host_tree(machine)
-        links, nvlink_notes = gpu_links(machine, tree)
-        busid, invented = bus_ids([device for device in machine.devices if device.name in tree.above])
+    def __init__(self, machine: Topology) -> None:
         gpus = [device for device in machine.devices if device.kind == "gpu"]
-        amd = is_amd(gpus)
         cpus = [device for device in machine.devices if device.kind == "cpu"]
-        return cls(
-            machine,
-            tree,
-            busid,
-            invented,
-            amd,
-            gpu_numbers(machine.gpus),
-            *numa_nodes(machine, tree),
-            {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus},
-            {gpu.name: gpu_identity(gpu, amd=amd) for gpu in gpus},
-            links,
-            nvlink_notes,
-            any(device.fact("adapter") for device in machine.devices),
-        )
+        self.machine = machine
+        self.tree = tree = host_tree(machine)
+        self.links, self.nvlink_notes = gpu_links(machine, tree)
+        self.busid, self.invented = bus_ids([one for one in machine.devices if one.name in tree.above])
+        self.amd = is_amd(gpus)
+        self.numbers = gpu_numbers(machine.gpus)
+        self.nodes, self.unnumbered = numa_nodes(machine, tree)
+        self.cpus = {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus}
+        self.gpus = {gpu.name: gpu_identity(gpu, amd=self.amd) for gpu in gpus}
+        self.named_nics = any(device.fact("adapter") for device in machine.devices)
 
-    def system(self) -> NcclElement:
+    def system(self) -> XmlElement:
         cpus = tuple(self._cpu(device) for device in self.machine.devices if device.kind == "cpu")
         version = "2" if self.amd else "1"
         peer_access = " ".join(f"{gpus}:{seconds!r}" for gpus, seconds in self.machine.peer_access)
         known = [("version", version), ("name", self.machine.name), ("peer_access", peer_access)]
-        return NcclElement("system", _drop_empty(known), cpus)
+        return XmlElement("system", _drop_empty(known), cpus)
 
-    def _cpu(self, device: Device) -> NcclElement:
+    def _cpu(self, device: Device) -> XmlElement:
         identity = self.cpus[device.name]
         known = [
             ("numaid", str(self.nodes[device.name])),
@@ -288,36 +222,34 @@ class _TopologyWriter:
             known.append(("socket", repr(float(self.tree.socket[device.name]))))
         known.append(("affinity", cpu_mask(device.fact("cpus"))))
         known.append(_assumed(*(["numaid"] if device.name in self.unnumbered else []), *identity.invented))
-        return NcclElement("cpu", self._settled(known, "affinity"), self._below(device.name))
+        return XmlElement("cpu", self._settled(known, "affinity"), self._below(device.name))
 
-    def _settled(self, known: list[tuple[str, str]], *left: str) -> tuple[tuple[str, str], ...]:
-        """Attributes of a CPU or switch, with empty ones for those that NCCL would find out itself.
+    def _settled(self, known: list[tuple[str, str]], *left: str) -> dict[str, str]:
+        """Return attributes of a CPU or switch, with empty values for the ones that NCCL would query.
 
-        Where the file names network devices, ranks keep CPUs and switches that are not above their GPU and find out
-        nothing of them; since 2.21 NCCL then takes one that two ranks describe differently for two.
+        If the file names network devices, ranks keep CPUs and switches that are not above their GPU and query nothing
+        about them; since 2.21 NCCL then takes one that two ranks describe differently for two.
         """
         found = _drop_empty(known)
         if not self.named_nics:
             return found
-        return (*found, *((key, "") for key in left if key not in dict(found)))
+        return found | {key: "" for key in left if key not in found}
 
-    def _below(self, name: str) -> tuple[NcclElement, ...]:
-        pcie: list[NcclElement] = []
-        plain: list[NcclElement] = []
+    def _below(self, name: str) -> tuple[XmlElement, ...]:
+        pcie: list[XmlElement] = []
+        plain: list[XmlElement] = []
         for child in self.tree.children[name]:
             device = self.machine.device(child)
-            if device.kind == "nic" and self._is_virtual(device, name):
+            # NCCL puts a NIC with a name but no place on PCIe below the CPU.
+            adapter = device.fact("adapter")
+            virtual = device.kind == "nic" and adapter and "+" not in adapter and not device.busid
+            if virtual and name in self.cpus:
                 plain += net_elements(device, self._net_number(child), bandwidth=self.tree.bandwidth[child])
             else:
                 pcie.append(self._pci(device))
         return (*pcie, *plain)
 
-    def _is_virtual(self, nic: Device, parent: str) -> bool:
-        """A NIC with a name but no place on PCIe, which NCCL hangs on the CPU."""
-        adapter = nic.fact("adapter")
-        return bool(adapter) and "+" not in adapter and not nic.busid and parent in self.cpus
-
-    def _pci(self, device: Device) -> NcclElement:
+    def _pci(self, device: Device) -> XmlElement:
         bandwidth = self.tree.bandwidth[device.name]
         speed, lanes = nearest_pcie(bandwidth)
         known = [
@@ -332,12 +264,12 @@ class _TopologyWriter:
             _assumed(*(["busid"] if device.name in self.invented else [])),
         ]
         if device.kind == "pcie":
-            return NcclElement("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
+            return XmlElement("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
         if device.kind == "nic":
-            return NcclElement("pci", _drop_empty(known), net_elements(device, self._net_number(device.name)))
-        return NcclElement("pci", _drop_empty(known), (self._gpu(device),))
+            return XmlElement("pci", _drop_empty(known), net_elements(device, self._net_number(device.name)))
+        return XmlElement("pci", _drop_empty(known), (self._gpu(device),))
 
-    def _gpu(self, device: Device) -> NcclElement:
+    def _gpu(self, device: Device) -> XmlElement:
         identity = self.gpus[device.name]
         known = [
             ("dev", str(self.numbers[device.name])),
@@ -350,27 +282,27 @@ class _TopologyWriter:
         bundles = [self._nvlink(*bundle) for bundle in links.nvlinks]
         if links.c2c:
             one = max(1, round(exact(links.c2c.bandwidth) * 1000 / links.c2c.count))
-            wire = (("bw", str(one)), ("count", str(links.c2c.count)))
-            bundles.append(NcclElement("c2c", (*wire, ("bandwidth", repr(float(links.c2c.bandwidth))))))
-        return NcclElement("gpu", _drop_empty(known), tuple(bundles))
+            wire = {"bw": str(one), "count": str(links.c2c.count)}
+            bundles.append(XmlElement("c2c", wire | {"bandwidth": repr(float(links.c2c.bandwidth))}))
+        return XmlElement("gpu", _drop_empty(known), tuple(bundles))
 
-    def _nvlink(self, end: str, count: int, bandwidth: float) -> NcclElement:
+    def _nvlink(self, end: str, count: int, bandwidth: float) -> XmlElement:
         if end in self.gpus:
             target, target_class = self.busid[end], (_AMD_CLASS if self.amd else _CLASS)["gpu"]
         else:
             target, target_class = _HIDDEN, _CPU_CLASS if end else _NVSWITCH_CLASS
-        return NcclElement(
+        return XmlElement(
             "xgmi" if self.amd else "nvlink",
-            (
-                ("target", target),
-                ("count", str(count)),
-                ("tclass", target_class),
-                ("bandwidth", repr(float(bandwidth))),
-            ),
+            {
+                "target": target,
+                "count": str(count),
+                "tclass": target_class,
+                "bandwidth": repr(float(bandwidth)),
+            },
         )
 
     def _net_number(self, name: str) -> int:
-        """The first number of a NIC's network devices."""
+        """Return the first number of a NIC's network devices."""
         number = 0
         for device in self.machine.devices:
             if device.name == name:
@@ -380,8 +312,8 @@ class _TopologyWriter:
         return number
 
 
-def _drop_empty(attributes: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((key, value) for key, value in attributes if value)
+def _drop_empty(attributes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {key: value for key, value in attributes if value}
 
 
 def _assumed(*names: str) -> tuple[str, str]:
@@ -389,7 +321,7 @@ def _assumed(*names: str) -> tuple[str, str]:
 
 
 def _chip(pci: str) -> list[tuple[str, str]]:
-    """Attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
+    """Return attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
     parts = pci.split(":")
     if len(parts) != len(_CHIP_KEYS):
         return []
@@ -399,26 +331,20 @@ def _chip(pci: str) -> list[tuple[str, str]]:
 _GIGABITS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
-def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[NcclElement, ...]:
-    """The ``nic`` element of a NIC, if it needs one.
+def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[XmlElement, ...]:
+    """Return the ``nic`` element of a NIC, if it needs one.
 
-    Parameters
-    ----------
-    nic : Device
-        Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
-    number : int
-        ``dev`` of its first network device.
-    bandwidth : float or None
-        GB/s per direction to the CPU, for a NIC that hangs on the CPU without a place on PCIe.
+    Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
+    ``number`` is ``dev`` of its first network device, ``bandwidth`` GB/s per direction for a NIC directly below the
+    CPU, without a place on PCIe.
 
-    Examples
-    --------
     >>> from topoplan.machine.topology import facts
     >>> nic = Device("nic0", "nic", facts=facts(adapter="mlx5_0", gigabits=100))
     >>> net_elements(nic, 0)[0].children[0].attributes
-    (('name', 'mlx5_0'), ('dev', '0'), ('speed', '100000'))
+    {'name': 'mlx5_0', 'dev': '0', 'speed': '100000'}
     """
-    adapters, speed = nic.fact("adapter"), _megabits(nic.fact("gigabits"))
+    adapters, gigabits = nic.fact("adapter"), nic.fact("gigabits")
+    speed = round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0
     if not adapters and not speed:
         return ()
     names = adapters.split("+")
@@ -430,11 +356,6 @@ def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) ->
             known.append(("bandwidth", repr(float(bandwidth))))
         # Without a speed NCCL asks the network; a reader must not take its default for a fact.
         known.append(("assumed", "" if part else "speed"))
-        nets.append(NcclElement("net", tuple((key, value) for key, value in known if value)))
+        nets.append(XmlElement("net", _drop_empty(known)))
     own = (("name", nic.name), ("model", nic.model)) if bandwidth is not None else ()
-    return (NcclElement("nic", tuple((key, value) for key, value in own if value), tuple(nets)),)
-
-
-def _megabits(gigabits: str) -> int:
-    """Mb/s, 0 where the text is no number."""
-    return round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0
+    return (XmlElement("nic", _drop_empty(own), tuple(nets)),)

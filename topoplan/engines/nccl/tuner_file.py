@@ -1,19 +1,19 @@
-"""The file of NCCL's example tuner plugin (``plugins/tuner/example``, before 2.29 ``ext-tuner/example``).
+"""Write the file of NCCL's example tuner plugin (``plugins/tuner/example``, before 2.29 ``ext-tuner/example``).
 
-The plugin reads it where ``NCCL_TUNER_CONFIG_FILE`` names it and ``NCCL_TUNER_PLUGIN`` names the plugin. A line is
+The plugin reads the file that ``NCCL_TUNER_CONFIG_FILE`` names; ``NCCL_TUNER_PLUGIN`` names the plugin. A line is
 
     collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff
 
 with both ends of the range inside it, bytes of the full buffer for allgather and reducescatter, -1 for any in the last
 four columns, and ``#`` at the beginning of a comment. The first line that matches a call decides, if NCCL has that
-algorithm there; lines end before 256 characters. Unknown words are taken as allreduce, ring or simple, in silence.
+algorithm there; lines end before 256 characters. Unknown words are taken as allreduce, ring or simple, silently.
 
-Channels are written out: the plugin says -1 for NCCL's own number, but sets one channel before it looks, and NCCL takes
-that. It holds for calls that match no line, too, so every collective has lines for all sizes. NCCL runs fewer channels
-for small buffers, and so do the lines, in powers of two.
+Channels are written out: the plugin documents -1 for NCCL's own number, but sets one channel before its search, and
+NCCL takes that. It holds for calls that match no line, too, so every collective has lines for all sizes. NCCL runs
+fewer channels for small buffers, and so do the lines, in powers of two.
 
-What is fastest comes from NCCL's own model (`topoplan.schedules.nccl_tuning`), where switches add if the machine says
-that they could, as NVLS lets them; or from times that were measured.
+The fastest choice comes from NCCL's own model (`topoplan.schedules.nccl_tuning`), in which switches add if the machine
+says that they could, as NVLS lets them; or from measured times.
 """
 
 from __future__ import annotations
@@ -47,29 +47,20 @@ TUNER_NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
 """The plugin's names of collectives."""
 
 MAX_SIZE = (1 << 64) - 1
-"""The end of the last range: the plugin's numbers have 64 bits."""
+"""End of the last range: the plugin's numbers have 64 bits."""
 
 TUNER_HEADER = "# collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 
 SAME_TIME = 0.02
-"""Part by which a measured time must be lower before another algorithm is taken: less is noise."""
+"""Fraction by which a measured time must be lower before another algorithm is taken: less is noise."""
 
 _SIZES = (1, *((1 << power) + step for power in range(1, 35) for step in (-1, 0) if power > 1 or step == 0))
-"""Powers of two and the bytes before them: what is left of a tree's bandwidth jumps there."""
+"""Powers of two and the bytes before them: the rest of a tree's bandwidth jumps there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunerRange:
-    """What to run for a range of sizes.
-
-    Parameters
-    ----------
-    collective : str
-    start : int
-        First byte.
-    algorithm, protocol : str
-    channels : int
-    """
+    """The choice for a range of sizes, from its first byte ``start`` on."""
 
     collective: str
     start: int
@@ -79,20 +70,12 @@ class TunerRange:
 
     @property
     def choice(self) -> tuple[str, str]:
-        """Algorithm and protocol."""
         return self.algorithm, self.protocol
 
 
 def model_tuner(topology: Topology) -> Exported:
-    """The file of what NCCL's own model finds fastest on a machine.
+    """Return the file of the choices that NCCL's own model finds fastest on a machine.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.schedules.nccl_tuning.setting_of`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> for line in model_tuner(topoplan.load("dgx-a100")).text.splitlines()[4:7]:
     ...     print(line)
@@ -117,7 +100,7 @@ def model_tuner(topology: Topology) -> Exported:
 
 
 def model_ranges(known: Mapping[str, Sequence[NcclExpectation]]) -> list[TunerRange]:
-    """What is expected to be fastest, of each collective in its order."""
+    """Return the choices that are expected to be fastest, of each collective in its order."""
     ranges = []
     for collective, expected in known.items():
         changes = fastest_from([one.seconds for one in expected], _SIZES)
@@ -136,28 +119,12 @@ def measured_tuner(
     source: str,
     others: Sequence[TunerRange] = (),
 ) -> Exported:
-    """The file of what was measured to be fastest.
+    """Return the file of the choices that were measured to be fastest; raise if nothing was measured.
 
-    Parameters
-    ----------
-    times : mapping
-        Of a collective, of an algorithm and protocol, seconds by size in bytes.
-    servers, ranks : int
-        Of the communicator that was measured.
-    channels : callable
-        How many channels NCCL has for an algorithm at most; None where that is not known.
-    source : str
-        Where the times come from, for the head of the file.
-    others : sequence of Range
-        For collectives of which nothing was measured.
+    ``times`` hold seconds by collective, algorithm and protocol, and size in bytes. ``channels`` returns the most
+    channels that NCCL has for an algorithm, None if unknown. ``source`` describes the times at the head of the file;
+    ``others`` are for collectives that were not measured.
 
-    Raises
-    ------
-    UsageError
-        Nothing was measured.
-
-    Examples
-    --------
     >>> times = {"allreduce": {("tree", "ll"): {1024: 20e-6, 1 << 20: 90e-6}, ("ring", "simple"): {1 << 20: 60e-6}}}
     >>> print(measured_tuner(times, servers=2, ranks=16, channels=lambda _: 2, source="two logs").text.splitlines()[-1])
     allreduce,1048576,18446744073709551615,ring,simple,2,2,16,-1,-1
@@ -230,7 +197,7 @@ def _exported(
 def _by_channels(
     one: TunerRange, stop: int, most: int | None, ranks: int
 ) -> Iterator[tuple[TunerRange, int]]:
-    """A range and its last byte, parted where the number of channels changes."""
+    """Yield the parts of a range and their last bytes, split at changes of the number of channels."""
     if most is None:
         yield one, stop
         return
@@ -248,29 +215,22 @@ def _by_channels(
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Algorithm and protocol of a label such as ``ring/ll`` or ``nvls``; the protocol is empty where it is open.
+    """Return algorithm and protocol of a label such as ``ring/ll`` or ``nvls``; the protocol is empty if it is open.
 
-    Raises
-    ------
-    UsageError
-        NCCL has no such algorithm or protocol.
-
-    Examples
-    --------
     >>> parse_label("Ring/LL128"), parse_label("nvls"), parse_label("tree")
     (('ring', 'll128'), ('nvls', 'simple'), ('tree', ''))
     """
     algorithm, slash, protocol = text.strip().lower().partition("/")
     if algorithm not in ALGORITHMS:
-        raise UsageError(f"{algorithm[:40]!r} is no algorithm of NCCL; use {', '.join(ALGORITHMS)}")
+        raise UsageError(f"{algorithm[:40]!r} is not an algorithm of NCCL; use {', '.join(ALGORITHMS)}")
     if slash and protocol not in PROTOCOLS:
-        raise UsageError(f"{protocol[:40]!r} is no protocol of NCCL; use {', '.join(PROTOCOLS)}")
+        raise UsageError(f"{protocol[:40]!r} is not a protocol of NCCL; use {', '.join(PROTOCOLS)}")
     only = algorithm not in ("ring", "tree")
     if only and protocol not in ("", SIMPLE):
-        raise UsageError(f"{algorithm} runs with the protocol simple alone; write {algorithm}")
+        raise UsageError(f"{algorithm} runs only with the protocol simple; write {algorithm}")
     return algorithm, SIMPLE if only else protocol
 
 
 def known_channels(rings: int | None, nvls: int | None) -> Callable[[str], int | None]:
-    """Channels by algorithm, from those that NCCL says it has."""
+    """Return channels by algorithm, from the numbers that NCCL states."""
     return lambda algorithm: (nvls or rings) if algorithm in (NVLS, NVLS_TREE) else rings

@@ -1,24 +1,24 @@
-"""XML as NCCL's own parser reads it, which is less than XML: written here, refused where it does not fit.
+"""Write XML for NCCL's own parser, which accepts less than XML; refuse values that do not fit.
 
 The rules are those of ``xmlGetNode`` and its callers in NCCL, ``src/graph/xml.cc`` and ``xml.h``: one space before each
 attribute, no tab anywhere outside a value, no XML declaration, at most 16 attributes, names and values shorter than 255
-bytes, a limited number of elements. A comment is skipped where an element could stand. Entities are not decoded, so
-what NCCL compares (bus ids, classes, names of network devices) must not need any.
+bytes, a limited number of elements. A comment is skipped if an element could stand in its place. Entities are not
+decoded, so values that NCCL compares (bus ids, classes, names of network devices) must not need any.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from topoplan.errors import UsageError
+from topoplan.reading.nccl.topology_elements import XmlElement
 
 MAX_VALUE_BYTES = 253
 """Bytes of a value: with its closing quote it must stay below MAX_STR_LEN - 1."""
 
 MAX_ATTRIBUTES = 13
-"""Of the 16 that NCCL keeps, three are left to those that it adds itself, such as ``keep`` and ``host_hash``."""
+"""NCCL keeps 16 and reserves three for its own, such as ``keep`` and ``host_hash``."""
 
 _NO_CHARACTER = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ENTITIES = {
@@ -32,57 +32,29 @@ _ENTITIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NcclElement:
-    """An XML element without text of its own.
+def nccl_xml(root: XmlElement, comments: Sequence[str] = ()) -> str:
+    """Return the text of a file: comments, one to a line, then the element; raise for values that do not fit.
 
-    Parameters
-    ----------
-    name : str
-    attributes : tuple of (str, str)
-        In the order in which they are written.
-    children : tuple of Element
-
-    Examples
-    --------
-    >>> cpu = NcclElement("cpu", (("numaid", "0"),))
-    >>> print(nccl_xml(NcclElement("system", (("version", "1"),), (cpu,)), ["a -- b"]), end="")
+    >>> cpu = XmlElement("cpu", {"numaid": "0"})
+    >>> print(nccl_xml(XmlElement("system", {"version": "1"}, (cpu,)), ["a -- b"]), end="")
     <!-- a - - b -->
     <system version="1">
       <cpu numaid="0"/>
     </system>
     """
-
-    name: str
-    attributes: tuple[tuple[str, str], ...] = ()
-    children: tuple[NcclElement, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Number of elements, this one included."""
-        return 1 + sum(child.size for child in self.children)
-
-
-def nccl_xml(root: NcclElement, comments: Sequence[str] = ()) -> str:
-    """The text of a file: comments, one to a line, then the element.
-
-    Raises
-    ------
-    UsageError
-        A value is too long for NCCL or holds a character that XML has no place for, or an element has too many
-        attributes.
-    """
     lines = [f"<!-- {_comment_text(comment)} -->" for comment in comments]
     return "\n".join((*lines, *_lines(root, ""))) + "\n"
 
 
-def _lines(element: NcclElement, indent: str) -> Iterator[str]:
+def _lines(element: XmlElement, indent: str) -> Iterator[str]:
     if len(element.attributes) > MAX_ATTRIBUTES:
         raise UsageError(
             f"<{element.name}> has {len(element.attributes)} attributes, and NCCL reads 16 with its own; state less"
         )
     start = (
-        indent + "<" + " ".join((element.name, *(_attribute(element, *pair) for pair in element.attributes)))
+        indent
+        + "<"
+        + " ".join((element.name, *(_attribute(element, *pair) for pair in element.attributes.items())))
     )
     if not element.children:
         yield f"{start}/>"
@@ -93,10 +65,10 @@ def _lines(element: NcclElement, indent: str) -> Iterator[str]:
     yield f"{indent}</{element.name}>"
 
 
-def _attribute(element: NcclElement, key: str, value: str) -> str:
+def _attribute(element: XmlElement, key: str, value: str) -> str:
     if _NO_CHARACTER.search(value):
         raise UsageError(
-            f"<{element.name}> {key} {value[:40]!r} holds a character that XML has no place for; rename it"
+            f"<{element.name}> {key} {value[:40]!r} holds a character that XML does not allow; rename it"
         )
     text = "".join(_ENTITIES.get(letter, letter) for letter in value)
     if len(text.encode()) > MAX_VALUE_BYTES:
@@ -108,6 +80,6 @@ def _attribute(element: NcclElement, key: str, value: str) -> str:
 
 
 def _comment_text(comment: str) -> str:
-    """A comment in one line, without the two characters that would end it."""
+    """Return a comment in one line, without the two characters that would end it."""
     words = " ".join("".join(letter if letter.isprintable() else " " for letter in comment).split())
     return words.replace("--", "- -").replace("--", "- -").removesuffix("-").rstrip()

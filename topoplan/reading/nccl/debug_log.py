@@ -1,7 +1,7 @@
 """Parse a log of NCCL_DEBUG=INFO: ranks, rings, trees, transports, settings, fallbacks.
 
 Lines are ``host:pid:tid [device] NCCL INFO …`` of all ranks together, in any order; lines without that prefix are
-told apart by the launcher's label and ``[device]``. The forms are those of NCCL 2.4 to 2.30:
+distinguished by the launcher's label and ``[device]``. The forms are those of NCCL 2.4 to 2.30:
 
     ncclCommInitRank comm 0x… rank 0 nranks 8 cudaDev 0 nvmlDev 0 busId 7000 commId 0x… - Init START
     Channel 00/24 :    0   1   2   3                    a ring, from rank 0 on; printed by rank 0, cut at 128 columns
@@ -11,7 +11,7 @@ told apart by the launcher's label and ``[device]``. The forms are those of NCCL
     AllReduce: 1048576 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}
 
 A rank's lines belong to the communicator that its process began last. Releases before 2.19 print the ``comm`` line at
-the end alone (Init COMPLETE), so the lines before it are its own; later ones print it first too (Init START), and
+the end alone (Init COMPLETE), so the lines before it belong to it; later ones print it first too (Init START), and
 connect after Init COMPLETE. The number of ranks is that of the ``comm`` line or of a whole ring, and unknown
 otherwise.
 
@@ -34,7 +34,7 @@ ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_t
 """NCCL's algorithms by their numbers, as its tuner plugin names them."""
 
 PROTOCOLS = ("ll", "ll128", "simple")
-"""Its protocols by their numbers."""
+"""NCCL's protocols by their numbers."""
 
 _LEVEL = re.compile(r"NCCL (INFO|WARN) ?")
 _PROCESS = re.compile(r"(\d{1,10}):\d{1,10}")
@@ -69,15 +69,9 @@ _STATEMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class LogStatement:
-    """Something that NCCL says in words.
+    """A statement that NCCL prints in words, at its first line.
 
-    Parameters
-    ----------
-    kind : str
-        no ib device, p2p disabled, p2p failed, no gdr, nvls, no nvls, network (its name is the text) or warning.
-    line : int
-        Of its first mention.
-    text : str
+    Kinds: no ib device, p2p disabled, p2p failed, no gdr, nvls, no nvls, network (its name is the text), warning.
     """
 
     kind: str
@@ -87,15 +81,7 @@ class LogStatement:
 
 @dataclass(frozen=True, slots=True)
 class RankConnection:
-    """What joins two ranks, from the first to the second.
-
-    Parameters
-    ----------
-    source, target : int
-    via : str
-        As NCCL prints it, such as P2P/CUMEM/read.
-    line : int
-    """
+    """Transport from one rank to another; ``via`` is as NCCL prints it, such as P2P/CUMEM/read."""
 
     source: int
     target: int
@@ -105,7 +91,7 @@ class RankConnection:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """What NCCL chose for one call: its function, bytes, algorithm and protocol (`ALGORITHMS`, `PROTOCOLS`)."""
+    """NCCL's choice for one call: its function, bytes, algorithm and protocol (`ALGORITHMS`, `PROTOCOLS`)."""
 
     function: str
     size: int
@@ -115,25 +101,10 @@ class AlgorithmChoice:
 
 @dataclass(slots=True)
 class LoggedCommunicator:
-    """What is said of one communicator.
+    """One communicator of a log.
 
-    Parameters
-    ----------
-    line : int
-    size : int
-        Number of ranks; 0 where the log does not say it.
-    ranks : dict of int to LoggedRank
-        Those that say where they run.
-    rings : dict of int to tuple of int
-        By channel; whole ones, from any rank on.
-    trees : dict of int to dict of int to int
-        By channel the parent of every rank that has one.
-    leaves : dict of int to dict of int to tuple of int
-        By channel the children of every rank that was heard.
-    connections : dict of Connection to int
-        And over how many channels.
-    channels, nvls_channels : int or None
-    choices : list of Choice
+    ``size`` is the number of ranks, 0 if unknown. By channel, ``rings`` holds whole rings from any rank on, ``trees``
+    the parent of every rank that has one, and ``leaves`` the children of every rank that printed them.
     """
 
     line: int
@@ -149,12 +120,12 @@ class LoggedCommunicator:
     next_of: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def joined(self) -> Iterator[tuple[RankConnection, int]]:
-        """Every connection and the number of its channels, in the order of the ranks."""
+        """Yield every connection and the number of its channels, in the order of the ranks."""
         for (source, target, via), (line, channels) in sorted(self.connections.items()):
             yield RankConnection(source, target, via, line), len(channels)
 
     def close_rings(self) -> None:
-        """Rings that only their ranks told, from 0 on, as far as all of them did."""
+        """Add the rings, from 0 on, of which every rank printed its neighbours."""
         for channel, following in self.next_of.items():
             if channel in self.rings or len(following) < max(self.size, 1):
                 continue
@@ -168,20 +139,10 @@ class LoggedCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """All that NCCL says in a text.
+    """NCCL's statements in a text.
 
-    Parameters
-    ----------
-    version : str
-        Empty where it says none.
-    settings : tuple of (str, str)
-        What the environment sets.
-    told : tuple of Told
-        Each kind and text once.
-    communicators : tuple of Communicator
-        Largest first.
-    versions : tuple of str
-        All that the log states, in its order.
+    ``version`` is the first of ``versions``, empty if none is printed; ``settings`` are those of the environment;
+    ``told`` has each kind and text once; ``communicators`` come largest first.
     """
 
     version: str
@@ -193,16 +154,10 @@ class NcclLog:
 
 @dataclass(slots=True)
 class _Process:
-    """What a process has said on one device, while the log is read.
+    """State of a process on one device while the log is parsed.
 
-    Parameters
-    ----------
-    current : Communicator or None
-        The one that it began or completed last.
-    begins : bool
-        Whether it says Init START, so that later lines are of ``current``.
-    waiting : list of (int, str)
-        Lines of the communicator that it completes next.
+    ``current`` is the communicator that it began or completed last. ``begins``: it prints Init START, so that later
+    lines belong to ``current``. ``waiting`` are lines of the communicator that it completes next.
     """
 
     current: LoggedCommunicator | None = None
@@ -211,14 +166,12 @@ class _Process:
 
 
 _Place = tuple[str, str, str]
-"""Host, process (or the launcher's label) and device that a line is of; host and device empty where it has none."""
+"""Host, process (or the launcher's label) and device of a line; host and device are empty if it has none."""
 
 
 def parse_nccl_log(text: str) -> NcclLog | None:
-    """What NCCL says in a text; None where it says nothing.
+    """Return NCCL's statements in a text; None if it has none.
 
-    Examples
-    --------
     >>> log = parse_nccl_log('''node1:7:8 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
     ... node1:7:8 [0] NCCL INFO Channel 00/02 :    0   1   3   2
     ... node1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
@@ -229,16 +182,16 @@ def parse_nccl_log(text: str) -> NcclLog | None:
     """
     versions: dict[str, None] = {}
     settings: dict[str, str] = {}
-    told: dict[tuple[str, str], LogStatement] = {}
+    statements: dict[tuple[str, str], LogStatement] = {}
     known = _LoggedCommunicators()
     hosts: set[str] = set()
-    heard = False
+    found_any = False
     cut = 0 if text.endswith("\n") else text.count("\n") + 1
     for number, line in log_lines(text):
         if "NCCL version " in line:
             versions |= dict.fromkeys(found[1] for found in _VERSION.finditer(line))
         for place, level, words in _log_messages(line, hosts):
-            heard = True
+            found_any = True
             if ENDLESS.search(words):
                 continue
             started = _RANK.search(words)
@@ -253,48 +206,48 @@ def parse_nccl_log(text: str) -> NcclLog | None:
                 found = pattern.search(words)
                 if found:
                     name = found[1] if kind == "network" else words
-                    told.setdefault((kind, name), LogStatement(kind, number, name))
+                    statements.setdefault((kind, name), LogStatement(kind, number, name))
                     break
             else:
                 if level == "WARN":
-                    told.setdefault(("warning", words), LogStatement("warning", number, words))
+                    statements.setdefault(("warning", words), LogStatement("warning", number, words))
                 else:
                     known.add(place, number, words)
-    if not heard:
+    if not found_any:
         return None
     return NcclLog(
         next(iter(versions), ""),
         tuple(sorted(settings.items())),
-        tuple(told.values()),
+        tuple(statements.values()),
         known.closed(cut),
         tuple(versions),
     )
 
 
 _MOST_JOINED = 64
-"""Lines that may have run into one."""
+"""Largest number of lines that may have run into one."""
 
 
 def _log_messages(line: str, hosts: set[str]) -> Iterator[tuple[_Place, str, str]]:
-    """Where, how and what NCCL says in a line, several times where lines of several processes ran into one.
+    """Yield place, level and words of every message in a line, several if lines of several processes ran into one.
 
-    ``hosts`` are those that began a line so far, which tell where the words before such a host end.
+    ``hosts`` that began a line so far show the end of the words before such a host.
     """
     found = list(islice(_LEVEL.finditer(line), _MOST_JOINED))
     start = 0
-    for number, said in enumerate(found):
-        place, _ = _place(line[start : said.start()], hosts if number else None)
+    for number, level in enumerate(found):
+        place, _ = _place(line[start : level.start()], hosts if number else None)
         if not number and place[0]:
             hosts.add(place[0])
-        start = said.end()
+        start = level.end()
         words = line[start : found[number + 1].start() if number + 1 < len(found) else len(line)]
         if number + 1 < len(found):
             words = words[: len(words) - _place(words, hosts)[1]]
-        yield place, said[1], words.strip()
+        yield place, level[1], words.strip()
 
 
 def _place(prefix: str, hosts: set[str] | None) -> tuple[_Place, int]:
-    """Whose line stands behind a prefix, and how many characters at its end say so; hosts as for `_log_messages`."""
+    """Return the origin that a prefix ends with, and its length in characters; ``hosts`` as for `_log_messages`."""
     part = prefix[-600:]
     tokens = part.split()
     device, length = "", len(tokens)
@@ -320,7 +273,7 @@ def _place(prefix: str, hosts: set[str] | None) -> tuple[_Place, int]:
 
 
 class _LoggedCommunicators:
-    """The communicators of a log while it is read."""
+    """The communicators of a log while it is parsed."""
 
     def __init__(self) -> None:
         self._known: dict[str, LoggedCommunicator] = {}
@@ -330,7 +283,7 @@ class _LoggedCommunicators:
         self._apart: list[LoggedCommunicator] = []
 
     def start(self, place: _Place, number: int, words: str, found: re.Match[str]) -> None:
-        """Take a line that names a rank of a communicator."""
+        """Apply a line that names a rank of a communicator."""
         process = self._processes.setdefault(place, _Process())
         begins = "START" in words
         process.begins = process.begins or begins
@@ -345,11 +298,11 @@ class _LoggedCommunicators:
     def _identified(
         self, place: _Place, number: int, words: str, found: re.Match[str], *, begins: bool
     ) -> LoggedCommunicator:
-        """The communicator of a line by its commId; else by its size, among those without this rank or process."""
+        """Return the communicator of a line by its commId, else by its size, without this rank or process."""
         rank, size = int(found[2]), int(found[3])
-        told = _COMM_ID.search(words, found.end())
-        if told:
-            return self._known.setdefault(told[1], LoggedCommunicator(number, size))
+        identity = _COMM_ID.search(words, found.end())
+        if identity:
+            return self._known.setdefault(identity[1], LoggedCommunicator(number, size))
         key = (place, found[1], rank)
         if not begins and key in self._begun:
             return self._begun.pop(key)
@@ -367,7 +320,7 @@ class _LoggedCommunicators:
         return one
 
     def add(self, place: _Place, number: int, words: str) -> None:
-        """Take a line of a communicator that is begun, or that is completed later."""
+        """Apply a line of a communicator that is begun, or that is completed later."""
         if not words.startswith(_WORDS_OF_ONE) and " coll channels" not in words and not _CHOICE.match(words):
             return
         process = self._processes.setdefault(place, _Process())
@@ -377,9 +330,9 @@ class _LoggedCommunicators:
             process.waiting.append((number, words))
 
     def closed(self, cut: int) -> tuple[LoggedCommunicator, ...]:
-        """All communicators, largest first; lines of one that no line completes are of the only one, or of one more.
+        """Return all communicators, largest first; lines without one belong to the only one, or to one more.
 
-        ``cut`` is the last line where no line break ends it: a ring there may lack ranks.
+        ``cut`` is the number of a last line without line break: a ring there may lack ranks.
         """
         named = [*self._known.values(), *self._apart]
         rest: LoggedCommunicator | None = None
@@ -407,16 +360,16 @@ class _LoggedCommunicators:
 
 
 _WORDS_OF_ONE = ("Channel ", "Ring ", "Trees ")
-"""How lines of one communicator begin, besides those of channels and choices."""
+"""Beginnings of lines of one communicator, besides those of channels and choices."""
 
 
 def _ring(words: str) -> re.Match[str] | None:
-    """The beginning of a line that lists the ranks of a ring."""
+    """Match the beginning of a line that lists the ranks of a ring."""
     return None if " -> " in words else _RING.match(words)
 
 
 def _largest_rank(words: str) -> int:
-    """The largest rank that a ring, a tree or a way between ranks names."""
+    """Return the largest rank that a ring, a tree or a connection names."""
     edge, ring = _EDGE.match(words), _ring(words)
     if edge:
         return max(int(edge[2]), int(edge[3]))
@@ -433,7 +386,7 @@ def _add_rank(one: LoggedCommunicator, host: str, found: re.Match[str]) -> None:
 
 
 def _add_words(one: LoggedCommunicator, number: int, words: str) -> None:
-    """Take a line of one communicator."""
+    """Apply a line of one communicator."""
     edge = _EDGE.match(words)
     if edge:
         channel, source, target, via = int(edge[1]), int(edge[2]), int(edge[3]), words[edge.end() :][:200]
@@ -442,12 +395,12 @@ def _add_words(one: LoggedCommunicator, number: int, words: str) -> None:
         return
     ring = _ring(words)
     if ring:
-        told = words[ring.end() :].split()
+        listed = words[ring.end() :].split()
         one.channels = one.channels or int(ring[2])
-        order = tuple(int(rank) for rank in told if rank.isdecimal())
-        # of many ranks NCCL cuts the line, and says so by dots
+        order = tuple(int(rank) for rank in listed if rank.isdecimal())
+        # NCCL cuts a line of many ranks, and ends it with dots
         if (
-            len(told) == len(order)
+            len(listed) == len(order)
             and set(order) == set(range(len(order)))
             and (not one.size or len(order) == one.size)
         ):
@@ -479,16 +432,14 @@ def _add_words(one: LoggedCommunicator, number: int, words: str) -> None:
 
 
 def _name(text: str, names: tuple[str, ...]) -> str:
-    """An algorithm or protocol, of which older releases print the number."""
+    """Return the name of an algorithm or protocol; older releases print its number."""
     number = int(text) if text.isdecimal() else None
     return text.lower() if number is None or number >= len(names) else names[number]
 
 
 def via_kind(via: str) -> str:
-    """P2P, SHM, NET/IB, NET/Socket or another network by its name.
+    """Return P2P, SHM, NET/IB, NET/Socket or another network by its name.
 
-    Examples
-    --------
     >>> [via_kind(text) for text in ("P2P/CUMEM/read", "direct shared memory", "NET/IB/0(3)/GDRDMA")]
     ['P2P', 'SHM', 'NET/IB']
     """

@@ -1,4 +1,4 @@
-"""Strip from the lines of a log what terminals, web pages and launchers add to them.
+"""Strip from the lines of a log the additions of terminals, web pages and launchers.
 
 A launcher puts a label before every line, often a time stamp too, and several may follow one another:
 
@@ -11,7 +11,7 @@ A launcher puts a label before every line, often a time stamp too, and several m
     > …                         a quotation
 
 A label is removed only if it is the whole beginning of a line, so that no word of the log itself is lost. Every
-pattern reads a bounded number of characters, so that a long line costs no more than its length.
+pattern matches a bounded number of characters, so that a long line costs no more than its length.
 """
 
 from __future__ import annotations
@@ -50,16 +50,14 @@ ENDLESS = re.compile(r"[0-9]{25}")
 
 _ENTITIES = (("&gt;", ">"), ("&lt;", "<"), ("&quot;", '"'), ("&nbsp;", " "), ("&amp;", "&"))
 _MOST = 6
-"""Labels before a line."""
+"""Largest number of labels before a line."""
 
 
 def log_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield every line with its number from 1, without colours, hard blanks and HTML's entities, labels still on it.
+    """Yield every line with its number from 1, without colours, hard blanks and HTML's entities, with its labels.
 
     A progress bar that returns to the beginning of its line makes several lines of one number.
 
-    Examples
-    --------
     >>> list(log_lines("\\ufeffone\\r\\n\\x1b[32mtwo\\x1b[0m 0 -&gt; 1"))
     [(1, 'one'), (2, 'two 0 -> 1')]
     """
@@ -78,8 +76,6 @@ def log_lines(text: str) -> Iterator[tuple[int, str]]:
 def split_label(line: str) -> tuple[str, str]:
     """Return the labels before a line, without blanks and time stamps, and the rest of the line.
 
-    Examples
-    --------
     >>> split_label("2026-11-02T10:00:00.5Z [1,0]<stdout>:#  Rank  0")
     ('[1,0]<stdout>:', '#  Rank  0')
     >>> split_label("n1 | 0: nccl-tests: done"), split_label("# nThread 1: no label")

@@ -1,7 +1,7 @@
 """Parse the JSON of nccl-tests (``-J``) and of ``topoplan bench --json``, or a text that holds either.
 
 Both hold the content of the tables and become the same `PerfRun`. Booleans and NaN are texts in the JSON of
-nccl-tests. The file of a run that was killed lacks its closing brackets: it is read up to its last whole result.
+nccl-tests. The file of a run that was killed lacks its closing brackets: it is parsed up to its last whole result.
 """
 
 from __future__ import annotations
@@ -29,18 +29,7 @@ from topoplan.reading.nccl.perf_text import (
 
 
 def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
-    """All runs in a text or a JSON object; none where it is neither.
-
-    Raises
-    ------
-    UsageError
-        The JSON is cut before its first result, or lacks what it should have.
-
-    Examples
-    --------
-    >>> parse_perf_runs('{"some": "other file"}'), parse_perf_runs("some other text")
-    ((), ())
-    """
+    """Return all runs in a text or a JSON object; none if it is neither. A UsageError if the JSON is incomplete."""
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith("[") and '"busBw"' in text:
         # rccl-tests may put its rows into one list
@@ -66,13 +55,7 @@ def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Every JSON object of a text, one behind another, and whether it was cut: the end of a killed run is missing.
-
-    Raises
-    ------
-    UsageError
-        The text is not JSON.
-    """
+    """Yield every JSON object of a text, and whether it was cut: the end of a killed run is missing."""
     decoder = json.JSONDecoder()
     text = text.lstrip("\ufeff \t\r\n")
     start = 0
@@ -86,9 +69,9 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], bool]]:
                 if start == 0 and ('"busBw"' in first or '"algBw"' in first):
                     yield {"busBw": None}, True
                     return
-                what = "it has a number of 25 digits or more" if ENDLESS.search(text) else str(error)[:200]
+                fault = "it has a number of 25 digits or more" if ENDLESS.search(text) else str(error)[:200]
                 raise UsageError(
-                    f"the log is not JSON: {what}; give the whole file, or the text that was printed"
+                    f"the log is not JSON: {fault}; give the whole file, or the text that was printed"
                 ) from None
             yield value, True
             return
@@ -101,11 +84,11 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{}]', re.DOTALL)
-"""A string, the last one perhaps cut, or a bracket; every string matches, so that a text is gone through once."""
+"""A string, the last one perhaps cut, or a bracket; every string matches, so that a text is scanned once."""
 
 
 def _completed(text: str) -> dict[str, Any] | None:
-    """A cut JSON object up to its last whole result, its brackets closed; None where there is no whole result."""
+    """Return a cut JSON object up to its last whole result, its brackets closed; None without a whole result."""
     opened: list[str] = []
     last, brackets = 0, ""
     for token in _TOKEN.finditer(text):
@@ -144,10 +127,9 @@ def _bench_runs(value: Mapping[str, Any]) -> tuple[PerfRun, ...]:
 
 
 def _size(row: Mapping[str, Any]) -> int:
-    """Bytes of a row."""
     size = int(row["size"])
     if not 0 <= size < 1 << 63:
-        raise ValueError(f"size {str(row['size'])[:30]} is no number of bytes")
+        raise ValueError(f"size {str(row['size'])[:30]} is not a number of bytes")
     return size
 
 
@@ -165,7 +147,7 @@ def _perf_run(value: Mapping[str, Any], *, cut: bool) -> PerfRun:
         )
         for one in devices
     ]
-    # the program is the first argument; those that follow may name files
+    # the program is the first argument; later ones may name files
     tests = named_tests(str(arguments[0]) if arguments else "")
     tests = tests or named_tests(" ".join(str(row.get("experiment_name", "")) for row in results[:1]))
     run = OpenRun(1, program=tests[0] if tests else "", ranks=ranks, summaries=0 if cut else 1)
@@ -190,7 +172,7 @@ def _perf_run(value: Mapping[str, Any], *, cut: bool) -> PerfRun:
 
 
 def _timing(run: OpenRun, place: int, size: int, block: Mapping[str, Any] | None) -> Timing | None:
-    """One measurement of a result; None where it was not made, or is not a number."""
+    """Return one measurement of a result; None if it was not made, or is not a number."""
     if block is None:
         return None
     known = {

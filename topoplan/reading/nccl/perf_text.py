@@ -2,9 +2,9 @@
 
 A run begins with its settings (``# nThread 1 nGpus 8 …``), lists its ranks, and prints a table under a head that
 names the columns, first out of place and then in place; a summary ends it. Columns are found by the names in that
-head, so that versions with other columns are read too. The # marks may be missing (web pages remove them). Prefixes
+head, so that versions with other columns are parsed too. The # marks may be missing (web pages remove them). Prefixes
 of launchers are stripped (`topoplan.reading.nccl.log_lines`), and NCCL's lines between the rows are skipped
-(`topoplan.reading.nccl.debug_log` reads them). rccl-tests prints a JSON object for each row.
+(`topoplan.reading.nccl.debug_log` parses them). rccl-tests prints a JSON object for each row.
 
 The test is the one that a run names itself; else one that is mentioned before it, such as in its command, if the
 columns are those of that test.
@@ -33,15 +33,15 @@ PROGRAMS = {
     "reduce": "reduce",
     "alltoall": "alltoall",
 }
-"""The collective of every test that has one here, by the test's name without ``_perf``."""
+"""Collective of each test that has one here, by the test's name without ``_perf``."""
 
 OTHER_PROGRAMS = ("alltoallv", "sendrecv", "gather", "scatter", "hypercube")
-"""Tests of nccl-tests whose traffic is no collective of a plan."""
+"""Tests of nccl-tests whose traffic belongs to no collective of a plan."""
 
 _TESTS = "|".join(sorted((*PROGRAMS, *OTHER_PROGRAMS), key=len, reverse=True))
 _TEST = re.compile(rf"({_TESTS})_perf(?![a-zA-Z])")
 _AROUND = "\"'`()[]{}<>,;:=*$|&"
-"""What may stand around the name of a test."""
+"""Characters that may surround the name of a test."""
 
 _LOST_MARK = re.compile(
     r"\s*(?:nThread \d|Using devices|Rank +\d+ +(?:Group|Pid)|nccl-tests version|Collective test (?:starting|concluded)"
@@ -79,18 +79,9 @@ _STANDARD = ("size", "count", "type", "redop", "root", *_BLOCK, *_BLOCK)
 class LoggedRank:
     """A rank as a log lists it.
 
-    Parameters
-    ----------
-    rank, group : int
-        Its number among all ranks, and its communicator where a test runs several side by side.
-    host : str
-    device : int or None
-        Number of the GPU for CUDA on that host.
-    busid : str
-        As the kernel writes it; empty where the log has none.
-    model : str
-    name : str
-        The device of a plan, in logs of ``topoplan bench``.
+    ``group`` is its communicator if a test runs several side by side; ``device`` is CUDA's number of the GPU on that
+    host; ``busid`` is as the kernel writes it, empty if the log has none; ``name`` is the device of a plan, in logs of
+    ``topoplan bench``.
     """
 
     rank: int
@@ -104,16 +95,7 @@ class LoggedRank:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One measurement of a row.
-
-    Parameters
-    ----------
-    seconds : float
-    algbw, busbw : float
-        GB/s, as printed.
-    wrong : int or None
-        Elements that are not what they must be; None where nobody looked.
-    """
+    """One measurement of a row; bandwidths in GB/s as printed, ``wrong`` elements None if not checked."""
 
     seconds: float
     algbw: float
@@ -123,20 +105,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRow:
-    """One size of a run; of out of place and in place at least one was measured.
+    """One size of a run, measured out of place, in place or both.
 
-    Parameters
-    ----------
-    line : int
-        Of the text, from 1; of JSON the place in its list.
-    size : int
-        Bytes as nccl-tests counts them: of the full buffer for allgather, reduce_scatter and alltoall.
-    type, redop : str
-    root : int or None
-        None of tests without a root, which print -1.
-    out_of_place, in_place : Timing or None
-    count : int or None
-        Elements, as printed: of a rank's part in tests that divide the buffer.
+    ``line`` counts from 1; in JSON it is the place in the list. ``size`` is in bytes as nccl-tests counts them: of the
+    full buffer for allgather, reduce_scatter and alltoall. ``root`` is None for tests without one, which print -1.
+    ``count`` is in elements as printed: of a rank's part in tests that divide the buffer.
     """
 
     line: int
@@ -150,13 +123,13 @@ class LoggedRow:
 
     @property
     def parts(self) -> int | None:
-        """Parts of the buffer, one for each rank, that size over count tells; None where it does not tell any."""
+        """Return the parts of the buffer, one for each rank, by size over count; None if that gives none."""
         part = (self.count or 0) * _BYTES.get(self.type, 0)
         return self.size // part if part and self.size > part and self.size % part == 0 else None
 
     @property
     def timing(self) -> Timing:
-        """Out of place, or in place where that is all there is."""
+        """Return the timing out of place, or in place if it is the only one."""
         found = self.out_of_place or self.in_place
         assert found is not None
         return found
@@ -164,23 +137,10 @@ class LoggedRow:
 
 @dataclass(frozen=True, slots=True)
 class PerfRun:
-    """A run of one test.
+    """A run of one test, from its first ``line``.
 
-    Parameters
-    ----------
-    line : int
-        Where it begins.
-    program : str
-        Name of the test without ``_perf``, ``bench`` for ours, empty where the log does not say.
-    collective : str
-        As `topoplan.plan` names it; empty where it is none or unknown.
-    schedule : str
-        What `topoplan bench` says that it ran.
-    stated : int or None
-        Number of ranks that the log states, or lists.
-    ranks : tuple of LoggedRank
-    rows : tuple of LoggedRow
-    warnings : tuple of str
+    ``program`` is the test without ``_perf``, ``bench`` for ours, empty if unknown; ``collective`` is as in
+    `topoplan.plan`, empty if it has none. ``stated`` is the number of ranks that the log states, or lists.
     """
 
     line: int
@@ -195,7 +155,7 @@ class PerfRun:
 
 @dataclass(slots=True)
 class OpenRun:
-    """A run while it is read."""
+    """A run while it is parsed."""
 
     line: int
     program: str = ""
@@ -262,10 +222,8 @@ class OpenRun:
 
 
 def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
-    """All runs in a text, in its order; none where the text is no such log.
+    """Return all runs in a text, in its order; none if the text is not such a log.
 
-    Examples
-    --------
     >>> log = '''# nThread 1 nGpus 2 minBytes 1048576 maxBytes 1048576 step: 2(factor)
     ... # Using devices
     ... #  Rank  0 Group  0 Pid   7 on  node1 device  0 [0000:07:00] NVIDIA A100
@@ -312,7 +270,7 @@ def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
 
 
 def columns_fit(rows: Sequence[LoggedRow], test: str) -> bool:
-    """Whether rows can be those of a test: by reduction, root, and whether it divides the buffer."""
+    """Return whether rows can be those of a test: by reduction, root, and whether it divides the buffer."""
     return all(
         (not row.redop or (row.redop != "none") == (test in _REDUCING))
         and (row.root is not None) == (test in _ROOTED)
@@ -324,8 +282,6 @@ def columns_fit(rows: Sequence[LoggedRow], test: str) -> bool:
 def named_tests(words: str) -> list[str]:
     """Return the tests that a command or a line names, in its order, by the programs alone and not by their folders.
 
-    Examples
-    --------
     >>> named_tests("mpirun -np 8 /opt/all_reduce_perf_runs/build/all_gather_perf_mpi -b 8")
     ['all_gather']
     """
@@ -336,7 +292,6 @@ def named_tests(words: str) -> list[str]:
 
 
 def _begins(runs: Sequence[OpenRun], line: str) -> bool:
-    """Whether a comment is the first line of a run."""
     if _BENCH.match(line):
         return True
     first = re.match(r"#\s*(nccl-tests version|Collective test starting|nThread |Using devices)", line)
@@ -351,7 +306,7 @@ def _begins(runs: Sequence[OpenRun], line: str) -> bool:
 
 
 def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
-    """Take what a line that begins with # says; tests that are named so far are those of the next table."""
+    """Apply a line that begins with # to a run; tests in ``named`` belong to the next table."""
     bench, rank, summary = _BENCH.match(line), _RANK.match(line), _SUMMARY.match(line)
     tests = named_tests(line)
     if bench:
@@ -390,12 +345,12 @@ def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
 
 
 def short_bus_id(text: str) -> str:
-    """A bus id as tests print it, in older ones only ``0x07``, as the kernel writes it."""
+    """Return a bus id as the kernel writes it; older tests print only ``0x07``."""
     return plain_bus_id(text if ":" in text else f"0000:{text.removeprefix('0x').lower():0>2}:00.0")
 
 
 def _plain_line(runs: list[OpenRun], number: int, line: str, named: list[str]) -> None:
-    """Take a line that is no comment: a row, or a command that names the test of a run."""
+    """Apply a line that is not a comment: a row, or a command that names the test of a run."""
     tokens = line.split()
     if not tokens or not tokens[0].isdecimal():
         named += named_tests(line)
@@ -407,11 +362,11 @@ def _plain_line(runs: list[OpenRun], number: int, line: str, named: list[str]) -
 
 
 _RCCL_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
-"""Tests by the names that rccl-tests gives its rows, in small letters, where they differ."""
+"""Tests by the names that rccl-tests gives its rows, in small letters, if they differ."""
 
 
 def _json_row(runs: list[OpenRun], number: int, line: str) -> None:
-    """Take a row of rccl-tests, an object for each place of a size; runs differ in test, operation, type or ranks."""
+    """Apply a row of rccl-tests, an object for each place of a size; runs differ in test, operation, type or ranks."""
     if '"busBw"' not in line and '"algBw"' not in line:
         return
     try:
@@ -446,7 +401,7 @@ def _json_row(runs: list[OpenRun], number: int, line: str) -> None:
 
 
 def _row(run: OpenRun, number: int, line: str) -> None:
-    """Add a row to a run, or a warning why there is none."""
+    """Add a row to a run, or a warning that says why it is left out."""
     columns = run.columns or list(_STANDARD)
     head = next((place for place, name in enumerate(columns) if name.endswith("time")), len(columns))
     blocks = [place for place, name in enumerate(columns) if name.endswith("time")]
@@ -457,10 +412,10 @@ def _row(run: OpenRun, number: int, line: str) -> None:
     # a test that ran in place only leaves the columns of out of place blank
     alone = len(blocks) > 1 and len(values) == head + width and re.search(r"\S {24,}\S", line) is not None
     if len(values) != len(columns) and not alone:
-        what = "is cut" if len(values) < len(columns) else "has more columns than its head"
+        fault = "is cut" if len(values) < len(columns) else "has more columns than its head"
         run.warnings.append(
-            f"line {number}: the row of {_size_words(line.split()[0])} {what} ({len(values)} of {len(columns)}); left "
-            "out"
+            f"line {number}: the row of {_size_words(line.split()[0])} {fault} ({len(values)} of {len(columns)}); "
+            "left out"
         )
         return
     fixed = dict(zip(columns[:head], values[:head], strict=False))
@@ -491,12 +446,12 @@ def _row(run: OpenRun, number: int, line: str) -> None:
 
 
 def _end(columns: Sequence[str]) -> int:
-    """Where the only block of a table ends: ``topoplan bench --paced`` has the model's time behind it."""
+    """Return the end of a table's only block: ``topoplan bench --paced`` has the model's time behind it."""
     return next((place for place, name in enumerate(columns) if name == "model"), len(columns))
 
 
 def timing_of(run: OpenRun, number: int, size: str, known: Mapping[str, str]) -> Timing | None:
-    """The measurement in a block of columns; None, and a warning, where a figure is none."""
+    """Return the measurement in a block of columns; None, and a warning, if a figure is not a number."""
     figures = [
         next((text for name, text in known.items() if name.endswith(key)), "")
         for key in ("time", "algbw", "busbw")
@@ -505,17 +460,19 @@ def timing_of(run: OpenRun, number: int, size: str, known: Mapping[str, str]) ->
         figures[0]
     ):
         run.warnings.append(
-            f"line {number}: {_size_words(size)}: {' '.join(figures)} is no time and bandwidths; left out"
+            f"line {number}: {_size_words(size)}: {' '.join(figures)} are not a time and bandwidths; left out"
         )
         return None
     stated = next((known[name] for name in ("#wrong", "wrong") if name in known), "N/A")
     wrong = int(float(stated)) if _NUMBER.match(stated) and math.isfinite(float(stated)) else None
     if wrong:
         run.warnings.append(
-            f"line {number}: {_size_words(size)}: {wrong} wrong elements, so its time tells nothing"
+            f"line {number}: {_size_words(size)}: {wrong} wrong elements, so its time is meaningless"
         )
     elif wrong is None and stated != "N/A":
-        run.warnings.append(f"line {number}: {_size_words(size)}: {stated!r} is no number of wrong elements")
+        run.warnings.append(
+            f"line {number}: {_size_words(size)}: wrong elements must be a number, got {stated!r}"
+        )
     seconds, algbw, busbw = (float(text) for text in figures)
     return Timing(seconds * 1e-6, algbw, busbw, wrong)
 

@@ -1,7 +1,7 @@
 """Parse the elements of NCCL's topology file: XML, attributes as NCCL reads them, CPUs, PCIe tree.
 
-Machine descriptions need elements and attributes only. Document type declarations are refused, and entities with them
-(a few lines of those can expand to gigabytes, or name a file to read); size, depth and number of elements are
+Machine descriptions need elements and attributes only. Document type declarations are refused, and with them entities
+(a few lines of entities can expand to gigabytes, or name a file to read); size, depth and number of elements are
 limited. Text between elements is refused, as NCCL refuses it. Namespaces and processing instructions have no meaning
 here.
 
@@ -35,16 +35,16 @@ from topoplan.machine.notes import listed
 from topoplan.machine.topology import FASTEST, SLOWEST, facts
 
 LARGEST_TEXT = 16_000_000
-"""Bytes of text that are read."""
+"""Bytes of text that are parsed."""
 
 DEEPEST = 64
-"""Elements inside one another."""
+"""Nesting depth of elements."""
 
 MOST_ELEMENTS = 65_536
-"""Of the whole text."""
+"""Largest number of elements in a text."""
 
 MOST_ATTRIBUTES = 64
-"""Of one element; NCCL keeps 16."""
+"""Largest number of attributes of one element; NCCL keeps 16."""
 
 LONGEST_VALUE = 4_096
 """Characters of an attribute; NCCL keeps 255."""
@@ -57,43 +57,31 @@ _CUT = tuple(
         expat.errors.XML_ERROR_PARTIAL_CHAR,
     )
 )
-"""Faults of a text that was cut off."""
+"""Faults of a truncated text."""
 
 
 @dataclass(frozen=True, slots=True)
 class XmlElement:
-    """An element of an XML text.
-
-    Parameters
-    ----------
-    name : str
-    line : int
-        Of the text, from 1.
-    attributes : mapping of str to str
-        In the order of the text.
-    children : tuple of Element
-    """
+    """An element of an XML text; ``line`` counts from 1, and is 0 in a text to be written."""
 
     name: str
-    line: int
     attributes: Mapping[str, str] = field(default_factory=dict)
     children: tuple[XmlElement, ...] = ()
+    line: int = 0
+
+    @property
+    def size(self) -> int:
+        return 1 + sum(child.size for child in self.children)
 
     def all(self, *names: str) -> tuple[XmlElement, ...]:
-        """The children of these names."""
         return tuple(child for child in self.children if child.name in names)
 
 
 def parse_xml(text: str) -> XmlElement:
-    """The root element of a text; a declaration, a byte order mark and comments may stand before it.
+    """Return the root element of a text; a declaration, a byte order mark and comments may precede it.
 
-    Raises
-    ------
-    TopologyError
-        The text is no well-formed XML, or exceeds a limit; the message names the line.
+    A TopologyError names the line at which the text is not well-formed, or exceeds a limit.
 
-    Examples
-    --------
     >>> root = parse_xml('<a><!-- no -->\\n<b c="1"/></a>')
     >>> root.name, root.children[0].line, root.children[0].attributes["c"]
     ('a', 2, '1')
@@ -103,20 +91,20 @@ def parse_xml(text: str) -> XmlElement:
         raise TopologyError(
             f"the XML text has {len(content)} bytes, more than {LARGEST_TEXT}; a machine needs far fewer"
         )
-    # White space before a declaration is no XML, but an editor may have left it there.
+    # An editor may have left white space before a declaration, which XML forbids.
     rest = content.lstrip()
     builder = _XmlTreeBuilder(content[: len(content) - len(rest)].count(b"\n"))
     try:
         builder.parser.Parse(rest, True)
     except expat.ExpatError as error:
         inside = f", inside <{builder.open[-1][0][:40]}>" if builder.open else ""
-        what = (
+        fault = (
             "ends too early"
             if error.code in _CUT
             else f"is not well-formed ({expat.ErrorString(error.code) or 'invalid'})"
         )
         raise TopologyError(
-            f"line {error.lineno + builder.skipped}: the XML text {what}{inside}; give the whole file"
+            f"line {error.lineno + builder.skipped}: the XML text {fault}{inside}; give the whole file"
         ) from None
     return builder.root
 
@@ -124,7 +112,7 @@ def parse_xml(text: str) -> XmlElement:
 class _XmlTreeBuilder:
     """Handlers of the parser, and the elements that are open: name, line, attributes and children so far.
 
-    ``skipped`` is the number of lines before what is parsed.
+    ``skipped`` is the number of lines before the parsed part.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -148,7 +136,7 @@ class _XmlTreeBuilder:
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self.elements += 1
         if len(self.open) == DEEPEST:
-            self._refuse(f"elements lie more than {DEEPEST} deep inside one another; no machine does")
+            self._refuse(f"elements are nested more than {DEEPEST} deep; no machine needs that")
         if self.elements > MOST_ELEMENTS:
             self._refuse(f"more than {MOST_ELEMENTS} elements; a machine needs far fewer")
         if len(attributes) > MOST_ATTRIBUTES:
@@ -164,7 +152,7 @@ class _XmlTreeBuilder:
 
     def _end(self, _: str) -> None:
         name, line, attributes, children = self.open.pop()
-        element = XmlElement(name, line, attributes, tuple(children))
+        element = XmlElement(name, attributes, tuple(children), line)
         if self.open:
             self.open[-1][3].append(element)
         else:
@@ -186,12 +174,9 @@ _LONGEST_NUMBER = 18
 
 @dataclass(frozen=True, slots=True)
 class GivenRates:
-    """Bandwidths that a user gave, in GB/s per direction, in place of what a file states or NCCL assumes.
+    """Bandwidths that a user gave, in GB/s per direction, in place of a file's or NCCL's.
 
-    Parameters
-    ----------
-    nvlink, pcie, socket : float or None
-        Of one NVLink or XGMI link, of every PCIe link, and between CPUs.
+    They are of one NVLink or XGMI link, of every PCIe link, and between CPUs.
     """
 
     nvlink: float | None = None
@@ -201,37 +186,24 @@ class GivenRates:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was assumed or left out, and where, in order of first appearance.
-
-    Examples
-    --------
-    >>> findings = Findings()
-    >>> for place in ("gpu0", "gpu1"):
-    ...     findings.add("sm is not stated", place)
-    >>> findings.notes()
-    ('sm is not stated: gpu0, gpu1',)
-    """
+    """Assumptions and omissions with their places, in order of first appearance."""
 
     _places: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, what: str, place: str = "") -> None:
-        """One more place of a finding."""
-        self._places.setdefault(what, []).append(place)
+    def add(self, finding: str, place: str = "") -> None:
+        """Add a place of a finding."""
+        self._places.setdefault(finding, []).append(place)
 
     def notes(self) -> tuple[str, ...]:
-        """One line for each finding."""
         return tuple(
-            f"{what}: {listed(dict.fromkeys(places))}" if any(places) else what
-            for what, places in self._places.items()
+            f"{finding}: {listed(dict.fromkeys(places))}" if any(places) else finding
+            for finding, places in self._places.items()
         )
 
 
 def stated(element: XmlElement, attribute: str) -> str:
-    """What an attribute says of the machine; empty where it is absent, or listed as assumed.
+    """Return an attribute's statement about the machine; empty if it is absent, or listed as assumed.
 
-    Examples
-    --------
-    >>> from topoplan.reading.nccl.topology_elements import parse_xml
     >>> net = parse_xml('<net name="mlx5_0" speed="10000" assumed="speed"/>')
     >>> stated(net, "name"), stated(net, "speed")
     ('mlx5_0', '')
@@ -242,13 +214,7 @@ def stated(element: XmlElement, attribute: str) -> str:
 
 
 def needed(element: XmlElement, attribute: str) -> str:
-    """An attribute without which NCCL fails too.
-
-    Raises
-    ------
-    TopologyError
-        It is not there.
-    """
+    """Return an attribute without which NCCL fails too; raise if it is absent."""
     value = element.attributes.get(attribute)
     if value is None:
         raise TopologyError(
@@ -258,7 +224,7 @@ def needed(element: XmlElement, attribute: str) -> str:
 
 
 def needed_bus_id(element: XmlElement) -> str:
-    """Attribute ``busid`` as the kernel writes it; TopologyError where it is missing or none."""
+    """Return the attribute ``busid`` as the kernel writes it; raise if it is absent or not a bus id."""
     text = needed(element, "busid")
     try:
         return bus_id(text)
@@ -267,16 +233,8 @@ def needed_bus_id(element: XmlElement) -> str:
 
 
 def whole_number(element: XmlElement, attribute: str) -> int | None:
-    """The whole number at the beginning of an attribute, decimal or 0x…; None where there is none.
+    """Return the whole number at the beginning of an attribute, decimal or 0x…; None if it does not begin with one.
 
-    Raises
-    ------
-    TopologyError
-        It has more digits than any number of a machine.
-
-    Examples
-    --------
-    >>> from topoplan.reading.nccl.topology_elements import parse_xml
     >>> cpu = parse_xml('<cpu numaid="-1" modelid="0x55" arch="x86_64"/>')
     >>> [whole_number(cpu, attribute) for attribute in ("numaid", "modelid", "arch", "vendor")]
     [-1, 85, None, None]
@@ -294,13 +252,7 @@ def whole_number(element: XmlElement, attribute: str) -> int | None:
 
 
 def stated_rate(element: XmlElement, attribute: str) -> float | None:
-    """GB/s per direction in an attribute that only our exporter writes; None where it is absent.
-
-    Raises
-    ------
-    TopologyError
-        It is no number of GB/s that a link may have.
-    """
+    """Return the GB/s per direction in an attribute that only our exporter writes; None if it is absent."""
     text = stated(element, attribute)
     if not text:
         return None
@@ -317,7 +269,7 @@ def stated_rate(element: XmlElement, attribute: str) -> float | None:
 
 
 _ASSUMED = -1_000_000
-"""Added to a number that says nothing of the machine: nodes keep their order and stay apart, but count as unknown."""
+"""Added to an invented number: nodes keep their order and stay apart, but count as unknown."""
 
 MOST_NODES = 1024
 """Largest number of a NUMA node."""
@@ -327,30 +279,18 @@ MOST_CPUS = 256
 
 
 def cpu_number(cpu: XmlElement) -> int:
-    """The NUMA node; below zero where it is not known.
-
-    Raises
-    ------
-    TopologyError
-        It is missing, or no such number.
-    """
+    """Return the NUMA node; below zero if it is not known."""
     text = needed(cpu, "numaid")
     number = whole_number(cpu, "numaid")
     if number is None or not -1 <= number <= MOST_NODES:
         raise TopologyError(
-            f"line {cpu.line}: cpu numaid {text[:40]!r} is no number of a NUMA node from -1 to {MOST_NODES}"
+            f"line {cpu.line}: cpu numaid must be a NUMA node from -1 to {MOST_NODES}, got {text[:40]!r}"
         )
     return number if stated(cpu, "numaid") else number + _ASSUMED
 
 
 def host_cpus(system: XmlElement, rates: GivenRates, findings: Findings) -> tuple[HostCpu, ...]:
-    """The NUMA nodes of one host, in ascending order.
-
-    Raises
-    ------
-    TopologyError
-        A node is there twice, or the nodes belong to several hosts.
-    """
+    """Return the NUMA nodes of one host, in ascending order."""
     elements: dict[int, XmlElement] = {}
     hashes: dict[str, XmlElement] = {}
     for cpu in system.all("cpu"):
@@ -363,7 +303,7 @@ def host_cpus(system: XmlElement, rates: GivenRates, findings: Findings) -> tupl
             )
         if number in elements:
             raise TopologyError(
-                f"line {cpu.line}: cpu numaid {needed(cpu, 'numaid')} is there twice, first in line "
+                f"line {cpu.line}: cpu numaid {needed(cpu, 'numaid')} occurs twice, first in line "
                 f"{elements[number].line}; a NUMA node is one cpu element"
             )
         elements[number] = cpu
@@ -407,7 +347,7 @@ def _host_cpu(
 
 
 def _cpu_list(cpu: XmlElement, findings: Findings) -> str:
-    """Logical CPUs such as 0-19,40-59 from words of 32 bits in hexadecimal, the highest first."""
+    """Return logical CPUs such as 0-19,40-59 from hexadecimal words of 32 bits, the highest first."""
     text = stated(cpu, "affinity")
     try:
         words = [int(word, 16) for word in text.split(",")] if text else []
@@ -415,7 +355,7 @@ def _cpu_list(cpu: XmlElement, findings: Findings) -> str:
         words = [-1]
     if not all(0 <= word < 1 << 32 for word in words):
         findings.add(
-            "affinity is no mask such as 00000000,000fffff; left out", f"cpu {needed(cpu, 'numaid')}"
+            "affinity is not a mask such as 00000000,000fffff; left out", f"cpu {needed(cpu, 'numaid')}"
         )
         return ""
     bits = [32 * i + bit for i, word in enumerate(reversed(words)) for bit in range(32) if word >> bit & 1]
@@ -437,10 +377,10 @@ CLASSES = {
     "0x02": "nic",
     "0x120000": "gpu",
 }
-"""What a PCI class is by its beginning, the first that fits."""
+"""Kinds of devices by the beginning of their PCI class; the first match counts."""
 
 MOST_LANES = 64
-"""Lanes of a PCIe link, four of 16 that NCCL joins; the kernel writes 255 for a number that it does not know."""
+"""Lanes of a PCIe link, four of 16 that NCCL joins; the kernel writes 255 for an unknown number."""
 
 _ASSUMED_LINK = (
     "link_speed or link_width is not stated; PCIe of generation 3 or "
@@ -450,47 +390,23 @@ _ASSUMED_LINK = (
 
 @dataclass(frozen=True, slots=True)
 class PciNode:
-    """A ``pci`` element.
-
-    Parameters
-    ----------
-    device : PciDevice
-    element : Element
-    """
+    """A ``pci`` element."""
 
     device: PciDevice
     element: XmlElement
 
 
 def device_kind(pci_class: str) -> str:
-    """What a device of this class is, as in `CLASSES`; empty for an unknown one.
-
-    Examples
-    --------
-    >>> device_kind("0x030200"), device_kind("0x020700"), device_kind("0x120000"), device_kind("0x088000")
-    ('gpu', 'nic', 'gpu', '')
-    """
+    """Return the kind of a PCI class, as in `CLASSES`; empty for an unknown one."""
     return next((kind for start, kind in CLASSES.items() if pci_class.lower().startswith(start)), "")
 
 
 def pci_nodes(
     system: XmlElement, rates: GivenRates, findings: Findings, *, gpu_ids: Collection[str] = ()
 ) -> tuple[PciNode, ...]:
-    """All ``pci`` elements of a system, a bridge before what is below it.
+    """Return all ``pci`` elements of a system, a bridge before the elements below it; ``findings`` takes the notes.
 
-    Parameters
-    ----------
-    system : Element
-    rates : GivenRates
-    findings : Findings
-        Takes the notes.
-    gpu_ids : collection of str
-        Bus ids that are known from elsewhere to be those of GPUs, for elements that state no class.
-
-    Raises
-    ------
-    TopologyError
-        A bus id is missing, none, or there twice.
+    ``gpu_ids`` are bus ids that are known from elsewhere to be those of GPUs, for elements that state no class.
     """
     reader = _PciReader(rates, findings, frozenset(gpu_ids))
     return tuple(
@@ -512,7 +428,7 @@ class _PciReader:
         busid = needed_bus_id(pci)
         if busid in self.lines:
             raise TopologyError(
-                f"line {pci.line}: pci busid {busid} is there twice, first in line {self.lines[busid]}; "
+                f"line {pci.line}: pci busid {busid} occurs twice, first in line {self.lines[busid]}; "
                 "a bus id names one device of a server"
             )
         self.lines[busid] = pci.line
@@ -534,7 +450,7 @@ class _PciReader:
                 yield from self.walk(child, busid, cpu)
         elif below:
             self.findings.add(
-                "has pci elements below it though it is no switch; left out, as NCCL does", busid
+                "has pci elements below it although it is not a switch; left out, as NCCL does", busid
             )
 
     def _kind(self, pci: XmlElement, busid: str) -> str:
@@ -569,7 +485,7 @@ class _PciReader:
 
 
 def _chip(pci: XmlElement) -> str:
-    """The fact ``pci``; empty unless vendor and device are stated."""
+    """Return the fact ``pci``; empty unless vendor and device are stated."""
     ids = []
     for attribute in ("vendor", "device", "subsystem_vendor", "subsystem_device"):
         number = whole_number(pci, attribute) if stated(pci, attribute) else None

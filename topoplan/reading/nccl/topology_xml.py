@@ -1,6 +1,6 @@
 """Convert NCCL's topology XML (``NCCL_TOPO_DUMP_FILE``), version 1, and RCCL's, version 2, to a Topology.
 
-The reader does what NCCL does (``src/graph/xml.cc`` and ``topo.cc``): a file that stops NCCL is an error that names
+The parser does what NCCL does (``src/graph/xml.cc`` and ``topo.cc``): a file that stops NCCL is an error that names
 line, element and attribute; an element that NCCL ignores is a note. Rates are NCCL's effective ones, by compute
 capability, or RCCL's, by architecture (`topoplan.machine.hardware`), unless the file states better, as our own
 exporter makes it. Deliberately absent: links through which two PCIe switches are one (``pcilink``), and partitions of
@@ -40,19 +40,13 @@ from topoplan.reading.nccl.topology_elements import (
 from topoplan.units import exact, gigabytes_from_gigabits, nearest_float, summed
 
 _HIDDEN = "fffffff:"
-"""Beginning of the target that NCCL writes for a far end which a virtual machine cannot see: a switch."""
+"""Beginning of the target that NCCL writes for a far end that a virtual machine cannot see: a switch."""
 
 NO_NVLINKS = "no gpu element, so that NVLinks are not known; --merge adds them from another description"
 
 
 def host_gpus(nodes: Sequence[PciNode], rates: GivenRates, findings: Findings) -> tuple[HostGpu, ...]:
-    """The GPUs among the ``pci`` elements, in ascending order of their numbers.
-
-    Raises
-    ------
-    TopologyError
-        An attribute without which NCCL fails is missing, or a number is out of range.
-    """
+    """Return the GPUs among the ``pci`` elements, in ascending order of their numbers."""
     ends = {node.device.busid: node.device.kind for node in nodes}
     gpus = []
     elements = [node for node in nodes if node.device.kind == "gpu"]
@@ -60,7 +54,7 @@ def host_gpus(nodes: Sequence[PciNode], rates: GivenRates, findings: Findings) -
         parts = node.element.all("gpu")
         if not parts:
             findings.add(NO_NVLINKS, node.device.busid)
-            gpus.append(_host_gpu(number, node, XmlElement("gpu", node.element.line), ()))
+            gpus.append(_host_gpu(number, node, XmlElement("gpu", line=node.element.line), ()))
             continue
         gpu = parts[0]
         if len(parts) > 1:
@@ -80,7 +74,7 @@ def host_gpus(nodes: Sequence[PciNode], rates: GivenRates, findings: Findings) -
 
 
 def _numbered(nodes: Sequence[PciNode], findings: Findings) -> list[tuple[int, PciNode]]:
-    """Numbers by ``dev``, else as the driver counts: by bus id."""
+    """Return the nodes with their numbers: ``dev``, else the rank of the bus id, as the driver counts."""
     numbers = [whole_number(gpu, "dev") for node in nodes for gpu in node.element.all("gpu")[:1]]
     known = [number for number in numbers if number is not None and number >= 0]
     if len(set(known)) == len(nodes):
@@ -90,7 +84,7 @@ def _numbered(nodes: Sequence[PciNode], findings: Findings) -> list[tuple[int, P
             )
         return sorted(zip(known, nodes, strict=True), key=lambda pair: pair[0])
     if nodes:
-        findings.add("GPUs are numbered by bus id, as the driver counts: dev is not stated, or there twice")
+        findings.add("GPUs are numbered by bus id, as the driver counts: dev is not stated, or occurs twice")
     return list(enumerate(sorted(nodes, key=lambda node: bus_id_order(node.device.busid))))
 
 
@@ -98,7 +92,7 @@ def _host_gpu(
     number: int, node: PciNode, gpu: XmlElement, bundles: tuple[NvlinkBundle, ...], *, c2c: float = 0.0
 ) -> HostGpu:
     gcn = stated(gpu, "gcn")
-    # On an AMD GPU ``sm`` is the number of its compute units.
+    # ``sm`` of an AMD GPU is the number of its compute units.
     amd = "gcn" in gpu.attributes or gpu.all("xgmi") or whole_number(node.element, "vendor") == 0x1002
     sm = whole_number(gpu, "sm") if stated(gpu, "sm") and not amd else None
     return HostGpu(
@@ -113,7 +107,7 @@ def _host_gpu(
 
 
 def _c2c(gpu: XmlElement, findings: Findings, busid: str) -> float:
-    """GB/s per direction of the chip-to-chip link to the CPU; NCCL states MB/s of one link."""
+    """Return the GB/s per direction of the chip-to-chip link to the CPU; NCCL states MB/s of one link."""
     total = Fraction(0)
     for link in gpu.all("c2c"):
         rate = exact(stated_rate(link, "bandwidth") or 0.0)
@@ -124,7 +118,7 @@ def _c2c(gpu: XmlElement, findings: Findings, busid: str) -> float:
         if 0 < rate <= exact(FASTEST):
             total += rate
         else:
-            findings.add("c2c with a bw or count that is none above zero; left out", busid)
+            findings.add("c2c without a bw and count above 0; left out", busid)
     return nearest_float(total)
 
 
@@ -147,7 +141,7 @@ class _Bundles:
                     f"line {link.line}: {link.name} count {count} is too large; no GPU has more than {MOST_WIRES} links"
                 )
             if count < 1:
-                self.findings.add(f"{link.name} with a count that is none above zero; left out", self.busid)
+                self.findings.add(f"{link.name} without a count above 0; left out", self.busid)
                 continue
             end = self._far_end(link)
             links, bandwidth = sums.get(end, (0, Fraction(0)))
@@ -155,7 +149,7 @@ class _Bundles:
         return tuple(NvlinkBundle(*end, count, nearest_float(rate)) for end, (count, rate) in sums.items())
 
     def _far_end(self, link: XmlElement) -> tuple[str, str]:
-        """Kind of the far end as `NvlinkBundle` has it, and its bus id where it is a GPU."""
+        """Return the kind of the far end as in `NvlinkBundle`, and its bus id if it is a GPU."""
         target = link.attributes.get("target", "").strip().lower()
         kind = device_kind(link.attributes.get("tclass", ""))
         if kind in ("cpu", "nvswitch"):
@@ -201,15 +195,15 @@ class _Bundles:
 
 
 _UNKNOWN_SPEED = 10_000
-"""Mb/s where none above zero is stated, as in NCCL."""
+"""Mb/s of a NIC without a speed above 0, as in NCCL."""
 
 FASTEST_NIC = 1_000_000_000
-"""Mb/s beyond which no NIC is meant."""
+"""Mb/s of the fastest NIC that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ports:
-    """What the ``net`` elements of one NIC say together: Mb/s, names, and the lowest ``dev``."""
+    """The ``net`` elements of one NIC together: Mb/s, names, and the lowest ``dev``."""
 
     speed: int
     speed_known: bool
@@ -222,21 +216,12 @@ class _Ports:
 
 
 def host_nics(system: XmlElement, nodes: Sequence[PciNode], findings: Findings) -> tuple[HostNic, ...]:
-    """The NICs, in the order of ``dev`` where they have one, then in that of the file.
-
-    Raises
-    ------
-    TopologyError
-        A speed is out of range.
-    """
-    reader = _NicReader(any(_has_dev(net) for net in _all_nets(system, nodes)), findings)
+    """Return the NICs, in the order of ``dev`` if they have one, then in that of the file."""
+    places = [*(node.element for node in nodes), *system.all("cpu")]
+    nets = [net for place in places for nic in place.all("nic") for net in nic.all("net")]
+    reader = _NicReader(any(_has_dev(net) for net in nets), findings)
     found = [*reader.on_pcie(nodes), *reader.on_cpus(system)]
     return tuple(nic for dev, nic in sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0)))
-
-
-def _all_nets(system: XmlElement, nodes: Sequence[PciNode]) -> list[XmlElement]:
-    places = [*(node.element for node in nodes), *system.all("cpu")]
-    return [net for place in places for nic in place.all("nic") for net in nic.all("net")]
 
 
 def _has_dev(net: XmlElement) -> bool:
@@ -245,7 +230,7 @@ def _has_dev(net: XmlElement) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _NicReader:
-    """``numbered``: some ``net`` has a ``dev``, so that those without one do not count."""
+    """Reads NICs; ``numbered``: some ``net`` has a ``dev``, so that those without one do not count."""
 
     numbered: bool
     findings: Findings
@@ -305,7 +290,7 @@ class _NicReader:
                 )
             if speed <= 0:
                 self.findings.add(
-                    f"speed of a NIC is none above zero; {_UNKNOWN_SPEED // 1000} Gb/s taken, as NCCL does",
+                    f"speed of a NIC is not above 0; {_UNKNOWN_SPEED // 1000} Gb/s taken, as NCCL does",
                     stated(net, "name") or place,
                 )
             speeds.append(speed if speed > 0 else _UNKNOWN_SPEED)
@@ -325,7 +310,7 @@ _KNOWN = {
     "nic": ("net",),
     "gpu": ("nvlink", "xgmi", "c2c"),
 }
-"""Elements that may stand in an element; NCCL passes over others."""
+"""Elements that may stand in an element; NCCL skips others."""
 
 _OTHER_FILES = {
     "graphs": "an NCCL graph file (NCCL_GRAPH_FILE): rings and trees that NCCL found, not the machine",
@@ -341,32 +326,13 @@ def parse_nccl_xml(
     socket_gbps: float | None = None,
     gpu_ids: Collection[str] = (),
 ) -> Topology:
-    """Read a topology file of NCCL or RCCL.
+    """Parse a topology file of NCCL or RCCL.
 
-    Parameters
-    ----------
-    text : str
-        The XML.
-    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
-        GB/s per direction of one NVLink or XGMI link, of every PCIe link, and between CPUs, in place of the file's and
-        of NCCL's.
-    gpu_ids : collection of str
-        Bus ids that are known from elsewhere to be those of GPUs: a ``pci`` element without class is a GPU there.
+    The rates are in GB/s per direction of one NVLink or XGMI link, of every PCIe link, and between CPUs, in place of
+    the file's and NCCL's. ``gpu_ids`` are bus ids that are known from elsewhere to be those of GPUs: a ``pci`` element
+    without class is a GPU there. Assumptions become ``notes``. GPUs without ``gpu`` element have no NVLinks: see
+    `topoplan.reading.merge`. A TopologyError, such as for a file on which NCCL fails, names line, element, attribute.
 
-    Returns
-    -------
-    Topology
-        Its ``notes`` say what was assumed. GPUs without ``gpu`` element have no NVLinks: see `topoplan.reading.merge`.
-
-    Raises
-    ------
-    TopologyError
-        The text is no such XML, NCCL would fail on it, or it holds no GPU; the message names line, element, attribute.
-    UsageError
-        A bandwidth is not a finite number above zero.
-
-    Examples
-    --------
     >>> gpu = '<pci busid="0000:0{}:00.0" class="0x030200" link_speed="8 GT/s" link_width="16"><gpu dev="{}" ' \\
     ...       'sm="70" rank="{}" gdr="1"><nvlink target="0000:0{}:00.0" count="2" tclass="0x030200"/></gpu></pci>'
     >>> cpu = '<cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="23" modelid="49">'
@@ -403,19 +369,19 @@ def parse_nccl_xml(
 
 
 def _peer_access(system: XmlElement) -> tuple[tuple[int, float], ...]:
-    """Seconds of switching peer access by number of GPUs, such as ``3:0.0035 8:0.0037``, which NCCL passes over."""
+    """Return seconds of switching peer access by number of GPUs, such as ``3:0.0035 8:0.0037``; NCCL skips them."""
     text = stated(system, "peer_access")
     try:
         pairs = [part.split(":") for part in text.split()]
         return tuple((int(gpus), float(seconds)) for gpus, seconds in pairs)
     except ValueError:
         raise TopologyError(
-            f"line {system.line}: system peer_access {text[:40]!r} is no list of GPUs and seconds such as 8:0.0037"
+            f"line {system.line}: system peer_access must list GPUs and seconds such as 8:0.0037, got {text[:40]!r}"
         ) from None
 
 
 def _version(system: XmlElement) -> int:
-    """Version of the format; TopologyError where it is none that is read."""
+    """Return the version of the format; raise for an unknown one."""
     if system.name in _OTHER_FILES:
         raise TopologyError(
             f"line {system.line}: {system.name}: this is {_OTHER_FILES[system.name]}; give the file that "
@@ -430,7 +396,7 @@ def _version(system: XmlElement) -> int:
     version = whole_number(system, "version")
     if version not in (1, 2):
         raise TopologyError(
-            f"line {system.line}: system version {text[:40]!r} is unknown; 1 (NCCL) and 2 (RCCL) are read"
+            f"line {system.line}: system version {text[:40]!r} is unknown; use 1 (NCCL) or 2 (RCCL)"
         )
     return version
 
@@ -438,7 +404,7 @@ def _version(system: XmlElement) -> int:
 def _no_gpu(nodes: Sequence[PciNode], gpu_ids: Collection[str]) -> str:
     unclassed = sum("class" not in node.element.attributes for node in nodes)
     if not nodes:
-        return "the file has no GPU: there is no pci element below a cpu; give the file that NCCL_TOPO_DUMP_FILE writes"
+        return "the file has no GPU: no pci element is below a cpu; give the file that NCCL_TOPO_DUMP_FILE writes"
     if not unclassed:
         return f"the file has no GPU: none of its {len(nodes)} pci elements has class 0x03… or a gpu element"
     if gpu_ids:
@@ -447,8 +413,8 @@ def _no_gpu(nodes: Sequence[PciNode], gpu_ids: Collection[str]) -> str:
             "the bus id of a GPU of --merge"
         )
     return (
-        f"which of the {len(nodes)} pci elements are GPUs is not known, since {unclassed} of them state no class; "
-        "--merge with topology JSON that has bus ids (topoplan probe writes it) tells"
+        f"the file does not state which of its {len(nodes)} pci elements are GPUs, since {unclassed} of them have no "
+        "class; use --merge with topology JSON that has bus ids (topoplan probe writes it)"
     )
 
 
@@ -460,13 +426,13 @@ def _note_unknown(element: XmlElement, findings: Findings) -> None:
             _note_unknown(child, findings)
         else:
             findings.add(
-                f"{child.name[:40]} inside {element.name[:40]} is unknown; passed over, as NCCL does",
+                f"{child.name[:40]} inside {element.name[:40]} is unknown; skipped, as NCCL does",
                 f"line {child.line}",
             )
 
 
 def _without_bus_ids(topology: Topology, busids: Collection[str]) -> Topology:
-    """Without those bus ids that only stand in for unknown ones."""
+    """Remove bus ids that only stand in for unknown ones."""
     return replace(
         topology,
         devices=tuple(
