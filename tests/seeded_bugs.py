@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.seeded_bug_list import BUGS, Bug
+
 from tests.support.checkout import ROOT
 
 THOROUGH = "(thorough or listings) and not gpu and not slow"
