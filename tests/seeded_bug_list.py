@@ -361,11 +361,7 @@ BUGS = (
         "collectives/peers/control_page.py",
         "return min(found, key=lambda failure: failure.time",
         "return max(found, key=lambda failure: failure.time",
-        (
-            "collectives/peers/control_page.py",
-            "tests/collectives/peers",
-            "tests/jobs/test_mpi.py",
-        ),
+        ("tests/collectives/peers/test_peer_watchdog.py",),
     ),
     Bug(
         "peers-whole-message",

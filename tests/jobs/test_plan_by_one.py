@@ -249,3 +249,11 @@ def test_long_plans_travel_compressed() -> None:
     assert len(text) > COMPRESSED_FROM
     assert len(compressed_plan(text)) < len(text) / 3
     assert decompressed_plan(compressed_plan(text)) == text
+
+
+def test_a_plan_that_another_rank_has_read_differently_is_refused() -> None:
+    def gather(text: str) -> list[str]:
+        return [text, json.dumps({**json.loads(text), "said": "ab" * 32})]
+
+    with pytest.raises(PlanError, match="rank 1 has plan abababababababab and rank 0 has"):
+        plan_on_one_rank(gather, lambda: topoplan.plan(PAIR), rank=0)

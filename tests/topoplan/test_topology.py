@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import dgx_1v, dgx_2
 from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
 from topoplan.machine.topology_json import dump_topology_json, parse_topology_json
@@ -226,3 +227,12 @@ def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says:
     """Out of range, repeated or none at all."""
     with pytest.raises(UsageError, match=says):
         dgx_1v().select(gpus)
+
+
+def test_of_a_c2c_and_a_pcie_link_between_two_devices_a_plan_takes_the_wider() -> None:
+    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("cpu0", "cpu"))
+    ways = [(a, b) for gpu in ("gpu0", "gpu1") for a, b in ((gpu, "cpu0"), ("cpu0", gpu))]
+    narrow = [Link(*ends, "pcie", 32.0) for ends in ways]
+    wide = [Link(*ends, "c2c", 450.0) for ends in ways]
+    for links in (narrow + wide, wide + narrow):
+        assert set(Fabric(Topology("pair", devices, tuple(links)), ("pcie",)).links) == set(wide)

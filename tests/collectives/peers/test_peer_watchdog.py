@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.peers.control_page import ControlPage, HostPlacement
+from collectives.peers.control_page import ControlPage, HostPlacement, RankFailure
 from collectives.peers.control_plane import Signature
 from collectives.peers.peer_watchdog import PeerWatchdog
 from collectives.peers.shared_memory_control_plane import SharedMemoryControlPlane
@@ -68,3 +68,11 @@ def test_a_rank_that_was_stopped_hears_that_the_others_have_given_it_up() -> Non
         awake.agree(about, timeout=0.1)
     with pytest.raises(BackendError, match="rank 0 noticed: the peer does not go on"):
         stopped.agree(about, timeout=0.1)
+
+
+def test_of_several_failures_all_ranks_tell_the_earliest() -> None:
+    memory = memoryview(bytearray(ControlPage.size(3)))
+    pages = [ControlPage(memory, rank) for rank in range(3)]
+    for rank, time in ((0, 30), (1, 10), (2, 20)):
+        pages[rank].write_failure(RankFailure(rank, 2 - rank, 0, f"noticed at {time}", True, time))
+    assert {page.failure() for page in pages} == {RankFailure(1, 1, 0, "noticed at 10", True, 10)}
