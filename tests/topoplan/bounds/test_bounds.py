@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import topoplan
@@ -151,6 +151,9 @@ NETWORKS = st.integers(2, 7).flatmap(
 
 
 @given(NETWORKS)
+@example(
+    (8, [(0, 1, 1), (1, 2, 1), (2, 7, 1), (1, 3, 1), (3, 4, 1), (4, 7, 1), (0, 5, 1), (5, 6, 1), (6, 2, 1)])
+)
 @settings(max_examples=150, deadline=None)
 def test_a_flow_equals_its_cut_and_the_flow_of_networkx(
     network: tuple[int, list[tuple[int, int, int]]],
@@ -192,3 +195,11 @@ def test_a_length_bounded_from_below_never_exceeds_the_true_one(monkeypatch: pyt
                     assert forest_length(fabric, length, collective, root) <= exact
                     if length is lengths[1] and not fabric.direct:
                         assert forest_length(fabric, length, collective, root) == exact
+
+
+def test_bounds_of_channels_that_a_buffer_is_divided_between_add_up() -> None:
+    rates = [
+        topoplan.bound("dgx-1v", gpus=range(4), channels=one).rate
+        for one in ("nvlink", "pcie", "nvlink+pcie")
+    ]
+    assert rates == [75.0, 8.0, 83.0]

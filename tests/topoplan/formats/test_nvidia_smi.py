@@ -644,3 +644,14 @@ def test_bad_matrices_are_refused_with_row_column_and_value(text: str, says: lis
     message = str(caught.value)
     assert all(part in message for part in says), message
     assert "\n" not in message
+
+
+def test_of_gpus_of_several_generations_the_slowest_gives_the_rates() -> None:
+    text = matrix_text(["GPU0", "GPU1"], lambda a, b: "NV2")
+    listed = "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)\nGPU 1: Tesla V100-SXM2-16GB (UUID: GPU-2)\n"
+    found = parse_nvidia_smi(text + listed)
+    assert [found.device(gpu).model for gpu in found.gpus] == [
+        "NVIDIA A100-SXM4-40GB",
+        "Tesla V100-SXM2-16GB",
+    ]
+    assert {link.bandwidth for link in found.links if link.channel == "pcie"} == {12.0}

@@ -218,7 +218,8 @@ def test_changed_shares_are_found(name: str, collective: str) -> None:
     def put(value: Fraction) -> Callable[[JsonPlan], None]:
         return lambda v: v["shards"][-1].update(share=str(value))
 
-    assert "add up to" in str(spoiled(text, put(share + Fraction(1, 10**9))))
+    for change in (Fraction(1, 10**9), Fraction(-1, 10**9)):
+        assert "add up to" in str(spoiled(text, put(share + change)))
     for none in (Fraction(0), -share):
         assert spoiled(text, put(none)).shard == len(shards) - 1
 
