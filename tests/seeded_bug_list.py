@@ -200,12 +200,12 @@ BUGS = (
         ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_double_binary_tree.py"),
     ),
     Bug(
-        "schedules-ring-leftover",
+        "schedules-double-wires",
         "lost factor",
         "topoplan/schedules/ring.py",
-        "left[link] -= weight * times",
-        "left[link] -= weight",
-        ("tests/topoplan/schedules/test_server_rings.py",),
+        "lanes[src][dst] = link.count * (wire // candidate)",
+        "lanes[src][dst] = wire // candidate",
+        ("topoplan/schedules/ring.py", "tests/topoplan/schedules/test_ring.py"),
     ),
     # topoplan: model
     Bug(
@@ -521,6 +521,14 @@ BUGS = (
         "collectives/backends/torch/torch_backend.py",
         "used |= {_slot(*part) for one in joins for part in (one.own, one.target)}",
         "used |= set()",
+        ("tests/collectives/backends/test_torch_program.py",),
+    ),
+    Bug(
+        "torch-overwritten-send",
+        "missing barrier",
+        "collectives/backends/torch/torch_backend.py",
+        "if at <= place - SEND_STEPS or _place(one) in writes",
+        "if at <= place - SEND_STEPS",
         ("tests/collectives/backends/test_torch_program.py",),
     ),
     Bug(

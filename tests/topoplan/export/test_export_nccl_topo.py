@@ -429,3 +429,16 @@ def test_a_file_says_its_notes_itself() -> None:
     ]
     assert read_as_nccl(exported.text).name == "system"
     assert topoplan.load(exported.text).name == "a -- b -->"
+
+
+def test_networks_are_numbered_over_all_nics_where_one_has_several() -> None:
+    machine = topoplan.load("dgx-1v")
+    nics = [device.name for device in machine.devices if device.kind == "nic"]
+    adapters = dict(zip(nics, ("mlx5_0+mlx5_1", "mlx5_2"), strict=False))
+    devices = tuple(
+        replace(device, facts=facts(adapter=adapters[device.name])) if device.name in adapters else device
+        for device in machine.devices
+    )
+    root = ElementTree.fromstring(nccl_topo_xml(replace(machine, devices=devices)).text)
+    numbers = {net.attrib["name"]: int(net.attrib["dev"]) for net in root.iter("net") if "name" in net.attrib}
+    assert numbers == {"mlx5_0": 0, "mlx5_1": 1, "mlx5_2": 2}
