@@ -388,9 +388,7 @@ BUGS = (
         "key = (collective, root)",
         "key = (collective, self._given.root)",
         (
-            "collectives/backends/plan_and_chunk_store.py",
-            "tests/collectives/execution/test_told_collectives.py",
-            "tests/collectives/backends/test_loopback.py",
+            "tests/collectives/backends/test_loopback.py::test_an_allreduce_plan_runs_all_five_collectives_exactly",
         ),
     ),
     Bug(
@@ -432,11 +430,11 @@ BUGS = (
         ),
     ),
     Bug(
-        "shared-slot-too-soon",
+        "shared-slot-in-use",
         "missing barrier",
-        "collectives/backends/shared/values.py",
-        "np.maximum.at(end, held.reads[reading], order.join_key[reading])",
-        "np.maximum.at(end, held.reads[reading], -1)",
+        "collectives/backends/shared/shared_program.py",
+        "freeing = np.flatnonzero(following >= 0)",
+        "freeing = np.flatnonzero(following < -1)",
         ("tests/collectives/backends/test_mpi_program.py",),
     ),
     Bug(
@@ -464,7 +462,9 @@ BUGS = (
         "collectives/backends/tcp/connections.py",
         'said["token"] == self._token and bool(self._token)',
         "len(self._token) > 0",
-        ("tests/collectives/peers/test_tcp_meeting.py",),
+        (
+            "tests/collectives/peers/test_tcp_meeting.py::test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job",
+        ),
     ),
     Bug(
         "nccl-lost-partial-sum",
@@ -472,10 +472,7 @@ BUGS = (
         "collectives/backends/nccl/tree_steps.py",
         "before.keeps, takes.behind, takes.own = True, before, KEPT",
         "before.keeps, takes.behind, takes.own = True, before, GIVEN",
-        (
-            "tests/collectives/backends/test_windows_model.py",
-            "tests/collectives/backends/test_windows_engine.py",
-        ),
+        ("tests/ptx/test_ptx_forest.py::test_all_ranks_end_with_the_bits_of_loopback",),
     ),
     Bug(
         "nccl-shared-gpu-memory",

@@ -77,21 +77,23 @@ def failing_test(checkout: Path, tests: Sequence[str], markers: str | None) -> s
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if run.returncode in (0, 5):  # 5: no test has these markers
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
     return found.group(1) if found else f"pytest ended with {run.returncode}"
 
 
 def judge(bug: Bug, checkout: Path) -> Verdict:
-    """Seed a bug, run its tests, and restore the file."""
-    text, begun = seed(bug, checkout), time.monotonic()
-    try:
-        for place, markers in (("make test", None), ("make test-all", THOROUGH)):
+    """Seed a bug, run its tests, and restore the file; a test that fails without the bug too catches nothing."""
+    begun = time.monotonic()
+    for place, markers in (("make test", None), ("make test-all", THOROUGH)):
+        text = seed(bug, checkout)
+        try:
             test = failing_test(checkout, bug.tests, markers)
-            if test:
-                return Verdict(bug, place, test, time.monotonic() - begun)
-        return Verdict(bug, "nowhere", "", time.monotonic() - begun)
-    finally:
-        (checkout / bug.file).write_text(text, encoding="utf-8")
+        finally:
+            (checkout / bug.file).write_text(text, encoding="utf-8")
+        if test:
+            broken = "::" in test and failing_test(checkout, [test], "")
+            return Verdict(bug, "nowhere" if broken else place, test, time.monotonic() - begun)
+    return Verdict(bug, "nowhere", "", time.monotonic() - begun)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

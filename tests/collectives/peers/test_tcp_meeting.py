@@ -23,6 +23,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.connections import INTRODUCTION
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers import address
 from collectives.peers.address import (
@@ -274,6 +275,7 @@ def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
         bytes(300),
         pack({"type": "agree"}),
         b'{"token": "", "link": [0, 1]}',
+        b'{"token": "ab", "link": [0, 1, "nvlink"]}'.ljust(INTRODUCTION),
     ]
     garbage += [pack({"type": "hello", "format": "topoplan.tcp/1", "rank": "one"})]
     results: list[Any] = [None, None]
