@@ -1,8 +1,9 @@
 """Seed one bug at a time and say which test catches it: ``python -m tests.seeded_bugs [NAME ...] [--list]``.
 
 Each bug replaces one place of the sources in a copy of the checkout. The tests that it names run there: first those of
-``make test``, and if all of these pass, those of ``make test-all``. A bug that no test catches ends the command with
-exit status 1; so does a bug whose place is not found exactly once, because the source has changed.
+``make test``, and if all of these pass, those of ``make test-all``. A test that fails without the bug too counts as
+nowhere. A bug that no test catches ends the command with exit status 1; so does a bug whose place is not found exactly
+once, because the source has changed.
 """
 
 from __future__ import annotations
