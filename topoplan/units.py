@@ -21,7 +21,7 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def exact(bandwidth: float) -> Fraction:
-    """The rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
+    """Return the rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
 
     Examples
     --------
@@ -32,7 +32,7 @@ def exact(bandwidth: float) -> Fraction:
 
 
 def nearest_float(value: Fraction) -> float:
-    """The float nearest to an exact rate; infinity where floats end.
+    """Return the float nearest to an exact rate; infinity beyond the range of floats.
 
     Examples
     --------
@@ -46,7 +46,7 @@ def nearest_float(value: Fraction) -> float:
 
 
 def summed(bandwidths: Iterable[float]) -> float:
-    """The sum of bandwidths as they are written, of which floats miss the last digit.
+    """Return the sum of bandwidths as they are written: sums of floats miss the last digit.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def summed(bandwidths: Iterable[float]) -> float:
 
 
 def several(count: int, bandwidth: float) -> float:
-    """The bandwidth of equal wires together, as `summed`.
+    """Return the bandwidth of equal wires together, exact as `summed`.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def several(count: int, bandwidth: float) -> float:
 
 
 def shown(value: Fraction) -> str:
-    """A rational number as text: as it is where that is short.
+    """Return a rational number as text: in full if that is short.
 
     Examples
     --------
@@ -81,20 +81,10 @@ def shown(value: Fraction) -> str:
 
 
 def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 32) -> Fraction:
-    """Bytes of entries for each byte of elements.
+    """Return the bytes of entries for each byte of elements.
 
-    Parameters
-    ----------
-    density : float
-        Share of the elements that are chosen, above 0 and at most 1.
-    entry_bits : float
-        Of an index and a value, as they travel.
-    element_bits : int
-
-    Raises
-    ------
-    UsageError
-        An argument is out of range.
+    ``density`` is the share of the elements that are chosen, above 0 and at most 1; ``entry_bits`` are those of an
+    index and a value as they travel.
 
     Examples
     --------
@@ -124,8 +114,8 @@ def gigabytes_from_gigabits(gigabits: float) -> float:
 def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
 
-    What a ring sends over each of its links for a byte of the buffer: with it rates of all collectives can be
-    compared with each other, and with a link.
+    This is the traffic of a ring on each of its links for a byte of the buffer, which makes the rates of all
+    collectives comparable with each other and with a link.
 
     Examples
     --------
@@ -140,7 +130,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
-    """The bus bandwidth to put behind a rate in GB/s; nothing where it is the same.
+    """Return the bus bandwidth as words to follow a rate in GB/s; empty if both are the same.
 
     Examples
     --------
@@ -156,12 +146,7 @@ _THOUSANDS = {"M": -1, "G": 0, "T": 1}
 
 
 def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
-    """GB/s in a text such as ``400Gb/s``, ``50GB/s`` or a bare number, which is of ``unit``, GB/s or Gb/s.
-
-    Raises
-    ------
-    UsageError
-        The text is no bandwidth above zero.
+    """Return the GB/s of a text such as ``400Gb/s``, ``50GB/s`` or a bare number in ``unit``, GB/s or Gb/s.
 
     Examples
     --------
@@ -171,19 +156,16 @@ def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
     match = _RATE.fullmatch(text[:60])
     value = float(match[1]) if match else 0.0
     if match is None or not 0 < value < math.inf:
-        raise UsageError(f"{text[:40]!r} is no bandwidth in {unit} above zero, such as 25, 50GB/s or 400Gb/s")
+        raise UsageError(
+            f"{text[:40]!r} is not a bandwidth in {unit} above zero, such as 25, 50GB/s or 400Gb/s"
+        )
     bits = unit == "Gb/s" if match[3] is None else match[3] != "B"
     value *= 1000.0 ** _THOUSANDS[match[2] or "G"]
     return gigabytes_from_gigabits(value) if bits else value
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 as in nccl-tests.
-
-    Raises
-    ------
-    UsageError
-        The text is no size.
+    """Return the bytes of a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 (nccl-tests).
 
     Examples
     --------
@@ -202,12 +184,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpu_list(text: str) -> tuple[int, ...]:
-    """GPU numbers from ``1,4,5,7`` or ``0-3,6``.
-
-    Raises
-    ------
-    UsageError
-        The text is no such list.
+    """Return the GPU numbers of ``1,4,5,7`` or ``0-3,6``.
 
     Examples
     --------
@@ -218,7 +195,7 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
         if match is None:
-            raise UsageError(f"{text[:60]!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
+            raise UsageError(f"{text[:60]!r} is not a list of GPU numbers such as 1,4,5,7 or 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UsageError(f"the range {part.strip()} runs backwards; write {last}-{first}")
@@ -231,7 +208,7 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     Examples
     --------
@@ -242,14 +219,14 @@ def counted(number: int, noun: str) -> str:
 
 
 MOST_GPUS_LISTED, MOST_SIZES = 1 << 20, 1024
-"""Most numbers of a list of GPUs, and most sizes of a list: more is a slip of the keyboard."""
+"""Most numbers in a list of GPUs, and most sizes in a list: more is taken for a typing error."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Numbers as `parse_gpu_list` reads them, three and more in a row as a range.
+    """Return numbers as `parse_gpu_list` reads them; three or more in a row are a range.
 
     Examples
     --------
@@ -267,7 +244,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
-    """Names that differ in a number only, together: of GPUs, and of servers whose lists are alike.
+    """Group names that differ in a number only: of GPUs, and of servers with equal lists.
 
     Examples
     --------
@@ -297,12 +274,7 @@ def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
-
-    Raises
-    ------
-    UsageError
-        A part is no size, the range is empty, or it starts at zero.
+    """Return the sizes in bytes of ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 
     Examples
     --------
@@ -324,7 +296,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def format_size(nbytes: int) -> str:
-    """A short text for a number of bytes.
+    """Return a short text for a number of bytes.
 
     Examples
     --------
@@ -338,7 +310,7 @@ def format_size(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A short text for a time.
+    """Return a short text for a time.
 
     Examples
     --------

@@ -123,7 +123,7 @@ def test_what_is_built_is_a_topology_file_like_any_other() -> None:
             "servers[0]: gpus must be a list of whole numbers, or a text such as '0-3', not 0",
         ),
         (server_json(gpus=[0, "1"]), "servers[0]: gpus must be a list of whole numbers"),
-        (server_json(gpus="0-"), "servers[0]: '0-' is no list of GPU numbers"),
+        (server_json(gpus="0-"), "servers[0]: '0-' is not a list of GPU numbers"),
         (server_json(gpus=[9]), "servers[0]: GPU 9 is out of range: dgx-1v has GPUs 0 to 7"),
         (server_json(gpus=[]), "servers[0]: the GPU list is empty"),
         (server_json(count=True), "servers[0]: count must be a whole number, not True"),
