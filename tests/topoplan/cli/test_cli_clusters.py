@@ -12,7 +12,6 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
-from topoplan.machine.topology_json import dump_topology_json
 
 Call = Callable[..., str]
 
@@ -124,7 +123,7 @@ class TestClusters:
 
     def test_a_cluster_file(self, done: Call, tmp_path: Path) -> None:
         """Is TOPO for every command, and its machines are found beside it."""
-        (tmp_path / "box.json").write_text(dump_topology_json(V100S))
+        (tmp_path / "box.json").write_text(V100S.to_json())
         file = tmp_path / "two.json"
         servers = [{"machine": "box.json", "gpus": "0-2"}, {"machine": "dgx-1v", "gpus": "3-7"}]
         network = {"nic_gbps": 40, "nics": 1}
@@ -306,13 +305,13 @@ def test_a_plan_file_has_settled_its_machine(refused: Call, tmp_path: Path) -> N
 def test_a_cluster_of_clusters_is_refused(refused: Call, tmp_path: Path) -> None:
     """TOPO has a network already."""
     file = tmp_path / "cluster.json"
-    file.write_text(dump_topology_json(nvswitch_cluster(2, gpus=2)))
+    file.write_text(nvswitch_cluster(2, gpus=2).to_json())
     assert "has a network of its own" in refused("plan", str(file), *TWO)
 
 
 def test_bad_topology_files_are_refused(refused: Call, tmp_path: Path) -> None:
     """A NIC of zero bandwidth, a switch without ports, servers that no link joins."""
-    good = json.loads(dump_topology_json(nvswitch_cluster(2, gpus=2, rails=1)))
+    good = json.loads(nvswitch_cluster(2, gpus=2, rails=1).to_json())
     file = tmp_path / "bad.json"
     for links, says in (
         ([{**link, "bandwidth": 0} for link in good["links"]], "bandwidth 0 must be a number of GB/s"),
