@@ -542,7 +542,7 @@ def twice(text: str) -> str:
         (pair().replace(f'busid="{bus(0)}" ', ""), "line 3: pci has no attribute busid"),
         (
             pair().replace(bus(0), "07:00.0"),
-            "line 3: pci busid '07:00.0' is no PCI bus id such as 0000:06:00.0",
+            "line 3: pci busid '07:00.0' is not a PCI bus id such as 0000:06:00.0",
         ),
         (pair(element("nvlink", target=bus(1), tclass=GPU)), "line 5: nvlink has no attribute count"),
         (pair(element("nvlink", count=1, tclass=GPU)), "line 5: nvlink has no attribute target"),
