@@ -1,11 +1,11 @@
 """Generate the machines of the library, and write them to files.
 
-A box is GPUs joined by direct links or by an NVSwitch, with the PCIe side behind them. NVLink figures are nominal,
-PCIe and socket figures effective (see `topoplan.machine.hardware`). A NIC is shown where it plugs in; its network is
-not part of one server. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink
-and pcie stand for the links between dies and the path to the CPU.
+A box is GPUs joined by direct links or by an NVSwitch, with the PCIe side behind them. NVLink figures are nominal, PCIe
+and socket figures effective (see `topoplan.machine.hardware`). A NIC has its plug but no network, which is not part of
+one server. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean
+the links between dies and the path to the CPU.
 
-A test holds that the files in ``topologies/`` equal the generated ones. To write them again::
+A test checks that the files in ``topologies/`` equal the generated ones. To write them again::
 
     python -c "from topoplan.machine.library import write_library; write_library('topologies')"
 """
@@ -47,16 +47,9 @@ PCIE_SOURCE = (
 class HostSide:
     """Switches, CPUs and NICs of a box.
 
-    Parameters
-    ----------
-    parents : mapping of str to str
-        Child to parent; the roots are the CPUs.
-    pcie, socket : float
-        GB/s per direction of a PCIe link and of the link between two CPUs.
-    cpu, nic : str
-        Models.
-    gigabits : int or None
-        Gb/s of each NIC, where all machines of this name have the same; a cluster of them takes it from here.
+    ``parents`` map child to parent; the roots are the CPUs. ``pcie`` and ``socket`` are in GB/s per direction, ``cpu``
+    and ``nic`` are models. ``gigabits`` is the Gb/s of each NIC if all machines of this name have the same, for
+    clusters of them.
     """
 
     parents: Mapping[str, str]
@@ -67,7 +60,7 @@ class HostSide:
     gigabits: int | None = None
 
     def devices(self) -> tuple[Device, ...]:
-        """Switches, CPUs and NICs, in this order."""
+        """Return switches, CPUs and NICs, in this order."""
         switches = [Device(name, "pcie", SERVER) for name in self.parents if name.startswith("pcie")]
         cpus = [Device(name, "cpu", SERVER, model=self.cpu) for name in cpus_of(self.parents)]
         nics = [
@@ -78,12 +71,12 @@ class HostSide:
         return (*switches, *cpus, *nics)
 
     def links(self) -> tuple[Link, ...]:
-        """Their links and those of the GPUs to them."""
+        """Return their links and those of the GPUs to them."""
         return host_links(self.parents, pcie=self.pcie, socket=self.socket)
 
 
 def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
-    """Parents of a box with one PCIe switch for each group of members, dealt evenly to the CPUs.
+    """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs.
 
     Examples
     --------
@@ -98,18 +91,9 @@ def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
 
 
 def hybrid_cube_mesh(doubled: Sequence[tuple[int, int]] = ()) -> dict[tuple[int, int], int]:
-    """NVLinks between the 8 GPUs of a DGX-1: two quads, fully connected, and four links across.
+    """Return the NVLinks of each connected pair of a DGX-1's 8 GPUs; ``doubled`` pairs have two.
 
-    Parameters
-    ----------
-    doubled : sequence of (int, int)
-        Pairs with two links.
-
-    Returns
-    -------
-    dict of (int, int) to int
-        Links of each connected pair.
-
+    They are two quads, fully connected, and four links across.
     Examples
     --------
     >>> len(hybrid_cube_mesh()), sum(hybrid_cube_mesh([(0, 3), (0, 4)]).values())
@@ -129,23 +113,9 @@ def direct_box(
     source: str,
     notes: Sequence[str] = (),
 ) -> Topology:
-    """A server whose GPUs are joined by links of their own.
+    """Return a server whose GPUs are joined by direct links; ``pairs`` has the links of each connected pair.
 
-    Parameters
-    ----------
-    name, source : str
-        Of the machine and of its figures.
-    host : HostSide
-        PCIe side.
-    gpu : GpuGeneration
-        Its name and the rate of one of its links are used.
-    gpus : int
-        Number of GPUs.
-    pairs : mapping of (int, int) to int
-        Direct links of each connected pair; empty for a PCIe-only box.
-    notes : sequence of str
-        Shown to the user.
-
+    An empty ``pairs`` makes a PCIe-only box. ``source`` is that of the figures.
     Examples
     --------
     >>> from topoplan.machine.hardware import V100
@@ -164,10 +134,7 @@ def direct_box(
 
 
 def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, source: str) -> Topology:
-    """A server whose GPUs have all NVLinks to NVSwitch chips; one device ``nvswitch0`` stands for them.
-
-    Parameters are those of `direct_box`.
-
+    """Return a server whose GPUs have all NVLinks to NVSwitch chips, which one device ``nvswitch0`` represents.
     Examples
     --------
     >>> from topoplan.machine.hardware import V100
@@ -292,7 +259,7 @@ def dgx_b300() -> Topology:
 
 
 def _rack(name: str, gpu: GpuGeneration, host: HostSide, source: str) -> Topology:
-    """18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
+    """Return 18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
     box = nvswitch_box(name, host, gpu=gpu, gpus=72, source=source)
     links = [
         replace(link, channel="c2c", bandwidth=C2C)
@@ -309,7 +276,7 @@ ARM = 6.0
 """GB/s between two CPUs of a tray, as NCCL counts it for ARM."""
 
 C2C = 225.0
-"""GB/s per direction between a Blackwell GPU and its Grace CPU: a half of NVLink-C2C's 900 GB/s both ways."""
+"""GB/s per direction between a Blackwell GPU and its Grace CPU: half of NVLink-C2C's 900 GB/s both ways."""
 
 _RACK_SOURCE = (
     "NVLink: 18 links of 50 GB/s per direction for each GPU, 130 TB/s in the domain both ways, NVLink-C2C 900 GB/s "
@@ -491,13 +458,7 @@ LIBRARY = {
 
 
 def write_library(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write every machine of the library as ``<name>.json`` and return the paths.
-
-    Raises
-    ------
-    OSError
-        The folder does not exist or cannot be written.
-    """
+    """Write every machine of the library as ``<name>.json`` and return the paths."""
     paths = []
     for name, generate in LIBRARY.items():
         path = Path(folder) / f"{name}.json"
