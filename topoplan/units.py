@@ -112,7 +112,7 @@ def gigabytes_from_gigabits(gigabits: float) -> float:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
+    """Return bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
 
     This is the traffic of a ring on each of its links for a byte of the buffer, which makes the rates of all
     collectives comparable with each other and with a link.

@@ -280,7 +280,7 @@ STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' 
 
 
 def has_peer_access(gpu: Device) -> bool:
-    """Return whether other GPUs may read a GPU's memory: not in MIG mode, nor with the fact ``peer_access`` ``none``."""
+    """Return whether other GPUs may read a GPU's memory: not in MIG mode, nor if the fact ``peer_access`` is none."""
     return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
 
 

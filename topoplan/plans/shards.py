@@ -92,7 +92,7 @@ class Stage:
 
     @property
     def kind(self) -> str:
-        """The kind by which `topoplan.plans.structure` groups stages that run together: elements, exchange, …"""
+        """The kind by which `topoplan.plans.structure` groups stages that run together."""
         if self.entries is None:
             return "exchange" if self.op == "gather" else "elements"
         return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]

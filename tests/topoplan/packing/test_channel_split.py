@@ -397,7 +397,7 @@ def test_without_equal_blocks_the_sum_of_bounds_is_no_bound() -> None:
     assert (plan.rate, plan.bound) == (4.0, 4.0)
     half = Fraction(1, 2)
     crossed = [Shard(half, (hop("broadcast", 0, "nvlink"),)), Shard(half, (hop("broadcast", 1, "pcie"),))]
-    with pytest.raises(PlanError, match="the bound holds only where all are divided alike"):
+    with pytest.raises(PlanError, match="the bound holds only if all are divided equally"):
         topoplan.verify(replace(plan, shards=tuple(crossed), rate=40.0))
 
 

@@ -187,7 +187,7 @@ def test_a_route_over_a_missing_link_is_named_by_shard_stage_and_rank(name: str,
     error = spoiled(text, cut)
     if "not connected" not in str(error):
         assert (error.shard, error.stage) == (0, 0)
-        assert f"crosses {src}->{dst}, where there is no" in str(error)
+        assert f"crosses {src}->{dst}, which has no" in str(error)
 
 
 @pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
