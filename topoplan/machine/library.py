@@ -285,7 +285,7 @@ _RACK_SOURCE = (
 
 
 def gb200_nvl72() -> Topology:
-    """Return the NVIDIA GB200 NVL72: a rack of 72 B200 in one NVLink domain, each with a NIC on the PCIe of its Grace CPU."""
+    """Return the NVIDIA GB200 NVL72: 72 B200 in one NVLink domain, each with a NIC on the PCIe of its Grace CPU."""
     parents = {f"{kind}{i}": f"cpu{i // 2}" for i in range(72) for kind in ("gpu", "nic")}
     host = HostSide(parents, PCIE_X16[5], 0.0, "Grace", "ConnectX-7 400 Gb/s", 400)
     source = f"{_RACK_SOURCE}: NVIDIA GB200 NVL72 datasheet; {PCIE_SOURCE}, ARM_BW 6; {SHARP_SOURCE}"
@@ -293,7 +293,7 @@ def gb200_nvl72() -> Topology:
 
 
 def gb300_nvl72() -> Topology:
-    """Return the NVIDIA GB300 NVL72: the same rack with B300, whose NICs are ConnectX-8 with the GPU on their PCIe switch."""
+    """Return the NVIDIA GB300 NVL72: 72 B300, each with a ConnectX-8 NIC whose PCIe switch holds the GPU."""
     parents: dict[str, str] = {}
     for i in range(72):
         parents |= {f"pcie{i}": f"cpu{i // 2}", f"gpu{i}": f"pcie{i}", f"nic{i}": f"pcie{i}"}
@@ -368,7 +368,7 @@ FABRIC_SOURCE = "Infinity Fabric: 50 GB/s per link and direction, ROCm documenta
 
 
 def mi250() -> Topology:
-    """Return a server with 16 dies (GCDs) of 8 AMD MI250 without a switch: 7 links a die, to 3 or 4 others, unevenly."""
+    """Return a server with 16 dies (GCDs) of 8 AMD MI250 without a switch: 7 links a die, unevenly to 3 or 4 others."""
     pairs = (
         dict.fromkeys([(2 * i, 2 * i + 1) for i in range(8)], 4)
         | dict.fromkeys([(0, 4), (3, 7), (8, 12), (11, 15)], 2)
