@@ -80,7 +80,7 @@ def test_a_bus_id_is_written_as_the_kernel_writes_it(text: str, written: str) ->
     ],
 )
 def test_what_is_no_bus_id_is_refused(text: str) -> None:
-    with pytest.raises(topoplan.TopologyError, match="no PCI bus id such as"):
+    with pytest.raises(topoplan.TopologyError, match="not a PCI bus id such as"):
         bus_id(text)
 
 

@@ -157,7 +157,7 @@ def test_files_are_read_back_and_believed_in_nothing() -> None:
         ({"axes": [["dp", 4], ["tp", 2]]}, "the groups must be those of the axes"),
         ({"axes": [["dp", 4], ["tp", 4]]}, "the axes make 16 ranks of 8 GPUs"),
         ({"certificate": {"kind": "lengths", "lengths": []}}, "bound nothing"),
-        ({"certificate": {"kind": "cut", "side": ["gpu0"]}}, "gives lengths of links"),
+        ({"certificate": {"kind": "cut", "side": ["gpu0"]}}, "must give lengths of links"),
         ({"groups": value["groups"][:-1]}, "the groups must be those of the axes"),
     ):
         with pytest.raises(PlanError, match=told):

@@ -291,7 +291,7 @@ def test_a_changed_root_is_found(name: str, collective: str) -> None:
     error = spoiled(text, lambda v: v["shards"][0]["stages"][0].update(root=2))
     assert (error.shard, error.stage, error.rank) == (0, 0, 2)
     for nowhere in (99, -1, None):
-        assert "is no rank" in str(spoiled(text, lambda v, root=nowhere: v.update(root=root)))
+        assert "is not a rank" in str(spoiled(text, lambda v, root=nowhere: v.update(root=root)))
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
