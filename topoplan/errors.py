@@ -44,12 +44,7 @@ class PlanError(TopoplanError, ValueError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        shard: int | None = None,
-        stage: int | None = None,
-        rank: int | None = None,
+        self, message: str, *, shard: int | None = None, stage: int | None = None, rank: int | None = None
     ) -> None:
         where = ", ".join(
             f"{label} {value}"
@@ -85,12 +80,7 @@ class BackendError(TopoplanError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        peer: int | None = None,
-        step: int | None = None,
+        self, message: str, *, rank: int | None = None, peer: int | None = None, step: int | None = None
     ) -> None:
         where = ", ".join(
             f"{label} {value}"

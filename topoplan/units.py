@@ -23,8 +23,6 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 def exact(bandwidth: float) -> Fraction:
     """Return the rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
 
-    Examples
-    --------
     >>> exact(25.781)
     Fraction(25781, 1000)
     """
@@ -34,8 +32,6 @@ def exact(bandwidth: float) -> Fraction:
 def nearest_float(value: Fraction) -> float:
     """Return the float nearest to an exact rate; infinity beyond the range of floats.
 
-    Examples
-    --------
     >>> nearest_float(Fraction(600, 7)), nearest_float(Fraction(10) ** 400)
     (85.71428571428571, inf)
     """
@@ -48,8 +44,6 @@ def nearest_float(value: Fraction) -> float:
 def summed(bandwidths: Iterable[float]) -> float:
     """Return the sum of bandwidths as they are written: sums of floats miss the last digit.
 
-    Examples
-    --------
     >>> summed([25.781, 25.781, 25.781]), 25.781 + 25.781 + 25.781
     (77.343, 77.34299999999999)
     """
@@ -57,21 +51,13 @@ def summed(bandwidths: Iterable[float]) -> float:
 
 
 def several(count: int, bandwidth: float) -> float:
-    """Return the bandwidth of equal wires together, exact as `summed`.
-
-    Examples
-    --------
-    >>> several(3, 25.781)
-    77.343
-    """
+    """Return the bandwidth of equal wires together, exact as `summed`."""
     return nearest_float(count * exact(bandwidth))
 
 
 def shown(value: Fraction) -> str:
     """Return a rational number as text: in full if that is short.
 
-    Examples
-    --------
     >>> shown(Fraction(1, 6)), shown(Fraction(1, 3**80))
     ('1/6', 'about 6.7654957e-39')
     """
@@ -86,8 +72,6 @@ def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 3
     ``density`` is the share of the elements that are chosen, above 0 and at most 1; ``entry_bits`` are those of an
     index and a value as they travel.
 
-    Examples
-    --------
     >>> entry_share(0.01)
     Fraction(1, 50)
     """
@@ -103,8 +87,6 @@ def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 3
 def gigabytes_from_gigabits(gigabits: float) -> float:
     """Convert Gb/s, as NICs are sold, to GB/s.
 
-    Examples
-    --------
     >>> gigabytes_from_gigabits(100)
     12.5
     """
@@ -117,8 +99,6 @@ def bus_factor(collective: str, ranks: int) -> float:
     This is the traffic of a ring on each of its links for a byte of the buffer, which makes the rates of all
     collectives comparable with each other and with a link.
 
-    Examples
-    --------
     >>> bus_factor("allreduce", 8), bus_factor("allgather", 8), bus_factor("broadcast", 8)
     (1.75, 0.875, 1.0)
     """
@@ -132,8 +112,6 @@ def bus_factor(collective: str, ranks: int) -> float:
 def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
     """Return the bus bandwidth as words to follow a rate in GB/s; empty if both are the same.
 
-    Examples
-    --------
     >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
     (', 75 of bus bandwidth', '')
     """
@@ -148,8 +126,6 @@ _THOUSANDS = {"M": -1, "G": 0, "T": 1}
 def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
     """Return the GB/s of a text such as ``400Gb/s``, ``50GB/s`` or a bare number in ``unit``, GB/s or Gb/s.
 
-    Examples
-    --------
     >>> parse_bandwidth("400Gb/s"), parse_bandwidth("25"), parse_bandwidth("100", unit="Gb/s")
     (50.0, 25.0, 12.5)
     """
@@ -167,8 +143,6 @@ def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
 def parse_size(text: str) -> int:
     """Return the bytes of a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 (nccl-tests).
 
-    Examples
-    --------
     >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7")
     (65536, 1572864, 7)
     """
@@ -186,8 +160,6 @@ def parse_size(text: str) -> int:
 def parse_gpu_list(text: str) -> tuple[int, ...]:
     """Return the GPU numbers of ``1,4,5,7`` or ``0-3,6``.
 
-    Examples
-    --------
     >>> parse_gpu_list("0-2,5")
     (0, 1, 2, 5)
     """
@@ -210,8 +182,6 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
-    Examples
-    --------
     >>> counted(1, "GPU"), counted(8, "GPU")
     ('1 GPU', '8 GPUs')
     """
@@ -228,8 +198,6 @@ _SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 def number_ranges(numbers: Iterable[int]) -> str:
     """Return numbers as `parse_gpu_list` reads them; three or more in a row are a range.
 
-    Examples
-    --------
     >>> number_ranges([1, 4, 5, 7]), number_ranges(range(16)), number_ranges([0, 1, 2, 6])
     ('1,4,5,7', '0-15', '0-2,6')
     """
@@ -246,8 +214,6 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
     """Group names that differ in a number only: of GPUs, and of servers with equal lists.
 
-    Examples
-    --------
     >>> name_ranges(["gpu1", "gpu4", "gpu5", "gpu7", "nic0"])
     ('gpu1,4,5,7', 'nic0')
     >>> name_ranges(f"s{server}.gpu{gpu}" for server in range(4) for gpu in range(8))
@@ -276,8 +242,6 @@ def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes in bytes of ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 
-    Examples
-    --------
     >>> parse_sizes("1KB:8KB")
     (1024, 2048, 4096, 8192)
     """
@@ -298,8 +262,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def format_size(nbytes: int) -> str:
     """Return a short text for a number of bytes.
 
-    Examples
-    --------
     >>> format_size(65536), format_size(1536), format_size(7)
     ('64KB', '1.5KB', '7B')
     """
@@ -312,8 +274,6 @@ def format_size(nbytes: int) -> str:
 def format_seconds(seconds: float) -> str:
     """Return a short text for a time.
 
-    Examples
-    --------
     >>> format_seconds(0.00123), format_seconds(2.5e-5)
     ('1.23 ms', '25 us')
     """

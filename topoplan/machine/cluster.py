@@ -50,13 +50,7 @@ class Transport:
     lossless: bool
 
     def memory_load(self, out: float, back: float) -> float:
-        """Return the memory traffic in GB/s of copies on a host whose NICs send and receive so many GB/s.
-
-        Examples
-        --------
-        >>> TRANSPORTS["tcp"].memory_load(12.5, 12.5), TRANSPORTS["rdma"].memory_load(12.5, 12.5)
-        (50.0, 0.0)
-        """
+        """Return the memory traffic in GB/s of copies on a host whose NICs send and receive so many GB/s."""
         return self.copies * (out + back)
 
     def rate(self, wire: float, *, nics: int = 1, memory: float | None = None) -> float:
@@ -65,8 +59,6 @@ class Transport:
         ``wire`` is the NIC's GB/s, ``nics`` the number of NICs that share the host's memory, ``memory`` the GB/s that
         copies may take of it; None means no limit.
 
-        Examples
-        --------
         >>> round(TRANSPORTS["tcp"].rate(12.5), 3), TRANSPORTS["tcp"].rate(12.5, nics=2, memory=40.0)
         (11.769, 5.0)
         """

@@ -76,8 +76,6 @@ class Fabric:
 
     ``topology`` has only the allocation's GPUs (see `Topology.subset`); ``channels`` are any of nvlink, pcie, network;
     or all or all-staged, and network.
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
     >>> fabric.size, len(fabric.links), fabric.arcs[0].route
@@ -353,8 +351,6 @@ class Fabric:
 def channel_words(channels: Sequence[str]) -> str:
     """Return the channels of a plan, or of its links, as words for a sentence.
 
-    Examples
-    --------
     >>> channel_words(("nvlink", "network")), channel_words(("all",))
     ('nvlink and network', 'nvlink and pcie together')
     """

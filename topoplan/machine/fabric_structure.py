@@ -98,14 +98,6 @@ class LabelledGraph:
 
         Two nodes keep a common colour only if, for every link label and colour, they have equally many links out to,
         and in from, nodes of that colour. The order of the given colours is kept.
-
-        Examples
-        --------
-        >>> import topoplan
-        >>> from topoplan.machine.fabric import Fabric
-        >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",)))
-        >>> wiring.refined(wiring.node_labels).tolist()
-        [1, 0, 1]
         """
         names, colour = np.unique(colours, return_inverse=True)
         known = len(names)
@@ -162,8 +154,6 @@ class LabelledGraph:
 def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
     """Return the labelled graph of a fabric.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
     >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
@@ -213,14 +203,6 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
     Labels hold everything that a plan, a ring or the time model reads: of a device its kind and whether it copies or
     adds; of the links between two devices, which a fabric reduces to one, every channel, bandwidth, number of wires and
     latency; and the facts that decide which routes pass a third server.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> from_first = wiring.tails == 0
-    >>> wiring.ranks, wiring.heads[from_first].tolist(), wiring.link_labels[from_first].tolist()
-    (8, [1, 2, 3, 4], [0, 0, 1, 1])
     """
     fabric = Fabric(topology, tuple(channels))
     position = {name: i for i, name in enumerate(fabric.nodes)}
@@ -256,8 +238,6 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
 class FabricServers:
     """The servers with ranks of a fabric, in the order of their first ranks.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> servers = FabricServers(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")))
     >>> servers.names, servers.of_rank.tolist()

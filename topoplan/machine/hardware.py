@@ -86,8 +86,6 @@ MOST_LINKS = max(generation.links for generation in BY_CAPABILITY.values())
 def generation_of(capability: int) -> GpuGeneration | None:
     """Return the generation of a GPU by its compute capability, such as 70; None if it is older than all known ones.
 
-    Examples
-    --------
     >>> [generation_of(sm).name for sm in (70, 75, 103)], generation_of(52)
     (['V100', 'V100', 'B200'], None)
     """
@@ -161,8 +159,6 @@ class GpuIdentity:
 def compute_capability(model: str) -> int | None:
     """Return the compute capability of an NVIDIA GPU by its model's name, without the dot.
 
-    Examples
-    --------
     >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "A6000", "GPU")]
     [70, 90, 86, None]
     """
@@ -172,8 +168,6 @@ def compute_capability(model: str) -> int | None:
 def is_amd(gpus: Iterable[Device]) -> bool:
     """Return whether any GPU is AMD's, so that the file is for RCCL.
 
-    Examples
-    --------
     >>> is_amd([Device("gpu0", "gpu", model="MI250 GCD")]), is_amd([Device("gpu0", "gpu", model="A100")])
     (True, False)
     """
@@ -183,8 +177,6 @@ def is_amd(gpus: Iterable[Device]) -> bool:
 def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
     """Return the attributes of a GPU for a file.
 
-    Examples
-    --------
     >>> gpu_identity(Device("gpu0", "gpu", model="Tesla V100-SXM2-16GB"), amd=False)
     GpuIdentity(attributes=(('sm', '70'),), invented=('sm',), guessed=False)
     >>> gpu_identity(Device("gpu0", "gpu", model="MI250 GCD"), amd=True).attributes
@@ -226,8 +218,6 @@ THIRD_GENERATION = 90
 def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
     """Return the capabilities of the NVSwitch of these GPUs besides forwarding; () if their generation is unknown.
 
-    Examples
-    --------
     >>> nvswitch_capable([Device("gpu0", "gpu", model="H100")]), nvswitch_capable([Device("gpu0", "gpu")])
     (('multicast', 'reduce'), ())
     """
@@ -241,8 +231,6 @@ def known_capability(gpu: Device, nvlinks: int = 0) -> int | None:
 
     More ``nvlinks`` than those of an A100 imply at least `THIRD_GENERATION`.
 
-    Examples
-    --------
     >>> known_capability(Device("gpu0", "gpu", model="H20")), known_capability(Device("gpu0", "gpu"), 18)
     (90, 90)
     >>> known_capability(Device("gpu0", "gpu"), 8) is None
@@ -270,8 +258,6 @@ def with_capable(topology: Topology) -> Topology:
     NVSwitches copy and add from Hopper on (NVLink SHARP). A GPU of unknown model counts as Hopper if it has more
     NVLinks than an A100.
 
-    Examples
-    --------
     >>> import topoplan
     >>> bare = topoplan.load("dgx-h100").settled()
     >>> bare.device("nvswitch0").capable, with_capable(bare).device("nvswitch0").capable
@@ -342,8 +328,6 @@ def lane_bandwidth(speed: str) -> float | None:
 
     NCCL takes generation 3 for spellings that kernels do not write, such as ``16.0 GT/s``; here they are read as 16.
 
-    Examples
-    --------
     >>> lane_bandwidth("16 GT/s"), lane_bandwidth("16.0 GT/s PCIe"), lane_bandwidth("Unknown speed")
     (1.5, 1.5, None)
     """
@@ -354,8 +338,6 @@ def lane_bandwidth(speed: str) -> float | None:
 def pcie_bandwidth(speed: str, width: int) -> float:
     """Return the GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes.
 
-    Examples
-    --------
     >>> pcie_bandwidth("8 GT/s", 16), pcie_bandwidth("16.0 GT/s PCIe", 8), pcie_bandwidth("", 0)
     (12.0, 12.0, 12.0)
     """
@@ -365,8 +347,6 @@ def pcie_bandwidth(speed: str, width: int) -> float:
 def nvlink_bandwidth(sm: int) -> float:
     """Return the GB/s per direction of one NVLink by the GPU's compute capability, such as 70; an unknown one is 80.
 
-    Examples
-    --------
     >>> nvlink_bandwidth(70), nvlink_bandwidth(86), nvlink_bandwidth(89), nvlink_bandwidth(120)
     (20.0, 12.0, 20.0, 40.1)
     """
@@ -376,8 +356,6 @@ def nvlink_bandwidth(sm: int) -> float:
 def gcn_name(gcn: str) -> str:
     """Return the name of an AMD GPU's architecture, which old files give as a number.
 
-    Examples
-    --------
     >>> gcn_name("910"), gcn_name("gfx942")
     ('gfx90a', 'gfx942')
     """
@@ -387,8 +365,6 @@ def gcn_name(gcn: str) -> str:
 def xgmi_bandwidth(gcn: str) -> float:
     """Return the GB/s per direction of one XGMI link; the architecture is a name, or a number as in old files.
 
-    Examples
-    --------
     >>> xgmi_bandwidth("gfx942"), xgmi_bandwidth("910"), xgmi_bandwidth("908")
     (48.0, 36.0, 24.0)
     """
@@ -400,8 +376,6 @@ def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
 
     An unknown vendor has the slowest figure; NCCL assumes no limit at all.
 
-    Examples
-    --------
     >>> socket_bandwidth("x86_64", "GenuineIntel", 6, 85), socket_bandwidth("x86_64", "AuthenticAMD", 23, 49)
     (10.0, 16.0)
     """
@@ -430,8 +404,6 @@ def counted_bandwidth(speed: str, lanes: int) -> Fraction:
 def nearest_pcie(bandwidth: float) -> tuple[str, int]:
     """Return the lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; ties go to most lanes.
 
-    Examples
-    --------
     >>> nearest_pcie(12.0), nearest_pcie(36.0), nearest_pcie(5.4)
     (('8 GT/s', 16), ('32 GT/s', 12), ('5 GT/s', 14))
     """

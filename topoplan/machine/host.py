@@ -24,8 +24,6 @@ def bus_id(text: str) -> str:
 
     TopologyError if the text is not a bus ID.
 
-    Examples
-    --------
     >>> bus_id("00000000:0A:00.0"), bus_id("0001:00:00")
     ('0000:0a:00.0', '0001:00:00.0')
     """
@@ -39,8 +37,6 @@ def bus_id(text: str) -> str:
 def plain_bus_id(text: str) -> str:
     """Return a PCI bus ID as `bus_id`, and any other text unchanged.
 
-    Examples
-    --------
     >>> plain_bus_id("00000000:0A:00.0"), plain_bus_id("slot 3")
     ('0000:0a:00.0', 'slot 3')
     """
@@ -53,8 +49,6 @@ def plain_bus_id(text: str) -> str:
 def bus_id_order(busid: str) -> tuple[int, ...]:
     """Return the sort key of a bus ID, by numbers of domain, bus, device and function, as drivers count devices.
 
-    Examples
-    --------
     >>> sorted(["10000:01:00.0", "2000:01:00.0"], key=bus_id_order)
     ['2000:01:00.0', '10000:01:00.0']
     """

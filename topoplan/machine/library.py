@@ -78,8 +78,6 @@ class HostSide:
 def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
     """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs.
 
-    Examples
-    --------
     >>> switches([["gpu0"], ["gpu1"]], cpus=2)
     {'pcie0': 'cpu0', 'gpu0': 'pcie0', 'pcie1': 'cpu1', 'gpu1': 'pcie1'}
     """
@@ -94,8 +92,6 @@ def hybrid_cube_mesh(doubled: Sequence[tuple[int, int]] = ()) -> dict[tuple[int,
     """Return the NVLinks of each connected pair of a DGX-1's 8 GPUs; ``doubled`` pairs have two.
 
     They are two quads, fully connected, and four links across.
-    Examples
-    --------
     >>> len(hybrid_cube_mesh()), sum(hybrid_cube_mesh([(0, 3), (0, 4)]).values())
     (16, 18)
     """
@@ -116,8 +112,6 @@ def direct_box(
     """Return a server whose GPUs are joined by direct links; ``pairs`` has the links of each connected pair.
 
     An empty ``pairs`` makes a PCIe-only box. ``source`` is that of the figures.
-    Examples
-    --------
     >>> from topoplan.machine.hardware import V100
     >>> host = HostSide({"gpu0": "cpu0", "gpu1": "cpu0"}, 12, 8, "")
     >>> box = direct_box("pair", host, gpu=V100, gpus=2, pairs={(0, 1): 2}, source="")
@@ -134,14 +128,7 @@ def direct_box(
 
 
 def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, source: str) -> Topology:
-    """Return a server whose GPUs have all NVLinks to NVSwitch chips, which one device ``nvswitch0`` represents.
-    Examples
-    --------
-    >>> from topoplan.machine.hardware import V100
-    >>> host = HostSide({f"gpu{i}": "cpu0" for i in range(4)}, 12, 8, "")
-    >>> nvswitch_box("four", host, gpu=V100, gpus=4, source="").links[0]
-    Link(src='gpu0', dst='nvswitch0', channel='nvlink', bandwidth=150.0, count=6, latency=None)
-    """
+    """Return a server whose GPUs have all NVLinks to NVSwitch chips, which one device ``nvswitch0`` represents."""
     wires = [
         link
         for i in range(gpus)

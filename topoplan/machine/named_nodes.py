@@ -27,8 +27,6 @@ def domain(machine: Topology, size: int) -> Topology:
     These are the devices connected to the GPUs without NVSwitch. UsageError if the size does not divide the number of
     GPUs, no NVSwitch joins them, or the domains would share a CPU or have different NICs.
 
-    Examples
-    --------
     >>> import topoplan
     >>> tray = domain(topoplan.load("gb200-nvl72"), 4)
     >>> tray.gpus, [device.name for device in tray.devices if device.kind in ("cpu", "nic")]
@@ -50,15 +48,7 @@ def domain(machine: Topology, size: int) -> Topology:
 
 
 def first_part(machine: Topology, size: int) -> Topology:
-    """Return the first ``size`` GPUs with the NVSwitches and the GPUs' devices, without a check.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> part = first_part(topoplan.load("gb200-nvl72"), 20)
-    >>> len(part.gpus), sum(device.kind == "nic" for device in part.devices)
-    (20, 20)
-    """
+    """Return the first ``size`` GPUs with the NVSwitches and the GPUs' devices, without a check."""
     kept = _belonging(machine, machine.gpus[:size])
     kept |= {device.name for device in machine.devices if device.kind == "nvswitch"}
     return Topology(
@@ -161,8 +151,6 @@ def cluster_of_nodes(
     other options are those of `topoplan.cluster`. UsageError as there, for an unknown or repeated node, nodes that no
     switch joins, or a domain that does not fit its block.
 
-    Examples
-    --------
     >>> import topoplan
     >>> two = NodeNetwork("pair", (("leaf", ""),), (("a", "leaf"), ("b", "leaf")))
     >>> cluster_of_nodes(two, dict.fromkeys("ab", topoplan.load("v100x4")), nic_gbps=100).gpus[3:5]

@@ -59,8 +59,6 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
     is ignored. UsageError for another syntax, an unknown name, or a choice that leaves no NIC.
 
-    Examples
-    --------
     >>> import topoplan
     >>> [device.name for device in nic_machine(topoplan.load("dgx-1v"), "^nic0,nic3").devices if device.kind == "nic"]
     ['nic1', 'nic2']
@@ -157,8 +155,6 @@ def wire_server(
     `nic_places`; ``rate`` is that of a NIC in GB/s per direction. ``access`` is one of `NIC_ACCESS`: ``direct`` is the
     projection of Blink, figure 19b, in which only the port of the NIC limits.
 
-    Examples
-    --------
     Each NIC of a DGX-1V serves two GPUs over PCIe of generation 3:
 
     >>> import topoplan
@@ -210,8 +206,6 @@ def wire_server(
 def far_nics(machine: Topology) -> tuple[str, ...]:
     """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs.
 
-    Examples
-    --------
     >>> import topoplan
     >>> rows = ["     GPU0 GPU1 NIC0 NIC1", "GPU0 X NV2 PIX SYS", "GPU1 NV2 X PIX SYS", "NIC0 PIX PIX X SYS"]
     >>> far_nics(topoplan.load("\\n".join(rows)))
@@ -331,8 +325,6 @@ def nic_places(
     ``nics`` takes at most so many of the machine's NICs, the nearest to the allocation first; if it has fewer, NICs
     without a place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one
     if it has none. ``idle`` NICs serve only if ``nics`` exceeds the number of the others.
-    Examples
-    --------
     >>> import topoplan
     >>> for place in nic_places(topoplan.load("dgx-1v"), [3, 4, 5, 6, 7], 2):
     ...     print(place.name, dict(place.paths))

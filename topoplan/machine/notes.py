@@ -21,8 +21,6 @@ out of time, or its height was not proved lowest or was limited on request."""
 class Note(str):
     """A note with a kind, and with the devices that it names, if callers need them.
 
-    Examples
-    --------
     >>> note = Note("stopped after 1 s", "stopped")
     >>> note, note.kind
     ('stopped after 1 s', 'stopped')
@@ -49,8 +47,6 @@ def warning(text: str) -> Note:
 def kind_of(note: str) -> Kind:
     """Return the kind of a note; plain text has the kind that a file implies.
 
-    Examples
-    --------
     >>> kind_of(warning("gpu0 has no NVLink")), kind_of("warning: from a file"), kind_of("PCIe assumed")
     ('warning', 'warning', '')
     """
@@ -62,8 +58,6 @@ def kind_of(note: str) -> Kind:
 def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
     """Return the notes with warnings first, each once.
 
-    Examples
-    --------
     >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
     ('warning: gpu0 has no NVLink', 'PCIe assumed')
     """
@@ -73,8 +67,6 @@ def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:
     """Return names for a note: many devices as ranges of numbers, and of many names or ranges three and the last.
 
-    Examples
-    --------
     >>> listed(f"gpu{i}" for i in range(4, 16))
     'gpu4-15 (12 devices)'
     >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])

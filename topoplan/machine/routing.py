@@ -198,8 +198,6 @@ def staged(topology: Topology) -> Topology:
     Every PCIe switch becomes two devices, one on the path up to a CPU and one on the path down, so that routes, loads,
     cuts and lengths apply to staged copies too. UsageError if a PCIe switch has no path to a CPU.
 
-    Examples
-    --------
     >>> import topoplan
     >>> box = staged(topoplan.load("dgx-1v").subset([0, 1]))
     >>> wires = [(link.src, link.dst) for link in box.links if "pcie0" in link.src + link.dst]
@@ -239,8 +237,6 @@ def staged(topology: Topology) -> Topology:
 def unstaged(topology: Topology) -> Topology:
     """Return the machine from which `staged` made this one; other machines stay as they are.
 
-    Examples
-    --------
     >>> import topoplan
     >>> box = topoplan.load("pcie-x8")
     >>> unstaged(staged(box)) == box

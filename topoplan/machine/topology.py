@@ -185,8 +185,6 @@ class Device:
 def facts(**known: object) -> tuple[tuple[str, str], ...]:
     """Return a device's facts from keyword arguments; None and empty ones are left out.
 
-    Examples
-    --------
     >>> facts(sm=70, uuid="", gigabits=None, adapter="mlx5_0")
     (('adapter', 'mlx5_0'), ('sm', '70'))
     """
@@ -531,11 +529,6 @@ TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
 
 
 def as_topology(machine: TopologyLike) -> Topology:
-    """Return the machine itself, or the one that `topoplan.load` reads; errors as there.
-    Examples
-    --------
-    >>> as_topology("dgx-2") == as_topology(as_topology("dgx-2"))
-    True
-    """
+    """Return the machine itself, or the one that `topoplan.load` reads; errors as there."""
     # The reader stands above this room, so it is called by its public name.
     return machine if isinstance(machine, Topology) else topoplan.load(machine)

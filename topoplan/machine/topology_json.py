@@ -29,16 +29,6 @@ def object_of_graph(graph: object) -> dict[str, object]:
 
     UsageError if it is not a graph, TopologyError for another kind of graph, or a node or position of a wrong type. The
     reader of the object checks the rest.
-
-    Examples
-    --------
-    >>> import networkx, topoplan
-    >>> graph = networkx.MultiDiGraph(name="pair")
-    >>> graph.add_nodes_from(["gpu0", "gpu1"], kind="gpu")
-    >>> for ends in (("gpu0", "gpu1"), ("gpu1", "gpu0")):
-    ...     key = graph.add_edge(*ends, channel="nvlink", bandwidth=50.0, count=2)
-    >>> topoplan.plan(graph).rate
-    50.0
     """
     from networkx import Graph, MultiDiGraph
 
@@ -153,8 +143,6 @@ _LINK_KEYS = {
 def parse_topology_json(text: str) -> Topology:
     """Read topology JSON; TopologyError if it is malformed, of another version, or has a bad key or value.
 
-    Examples
-    --------
     >>> parse_topology_json('{"format": "topoplan.topology/2"}')  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
@@ -176,8 +164,6 @@ def decode_json(text: str, what: str = "the topology") -> object:
     TopologyError if it is not JSON, repeats a key in an object, is nested too deep, or has an integer of thousands of
     digits. NaN and Infinity are read, and rejected by the field that holds them.
 
-    Examples
-    --------
     >>> decode_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     topoplan.errors.TopologyError: the topology is not JSON: key 'a' stands twice in an object; write it once

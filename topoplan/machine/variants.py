@@ -34,8 +34,6 @@ from topoplan.machine.topology import (
 def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
     """Return the equivalence classes of servers, in order of first appearance.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> equivalent_servers(nvswitch_cluster(3))
     (('s0', 's1', 's2'),)
@@ -62,8 +60,6 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
 def representative_servers(topology: Topology) -> Topology:
     """Return the machine with the first server of each equivalence class and its switches up to two hops away.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> len(representative_servers(nvswitch_cluster(64)).gpus)
     8
@@ -265,8 +261,6 @@ def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
 def nic_name(device: str) -> str:
     """Return the NIC whose side a device is, or the device itself.
 
-    Examples
-    --------
     >>> nic_name("s0.nic1.tx"), nic_name("gpu0")
     ('s0.nic1', 'gpu0')
     """
@@ -329,8 +323,6 @@ def with_in_network(topology: TopologyLike, which: str) -> Topology:
 
     ``which`` is none, nvswitch, switch (of the network) or all. A switch without a stated capability adds a note.
 
-    Examples
-    --------
     >>> import topoplan
     >>> topoplan.plan(with_in_network("dgx-h100", "nvswitch")).rate, topoplan.plan("dgx-h100").rate
     (450.0, 257.14285714285717)

@@ -190,8 +190,6 @@ def crossings_of(chain: float, inside: float, across: float, *, two: bool) -> st
     ``inside`` and ``across`` are the least start-ups of a hop in a group and between two. With ``two`` groups a chain
     from one to the other has an odd number of such hops, one or three.
 
-    Examples
-    --------
     >>> [crossings_of(chain, 9, 36, two=False) for chain in (45, 54, 72, 73)]
     ['direct', 'half', 'once', None]
     """

@@ -115,13 +115,6 @@ def team_wide_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
     ``multimem`` instructions work so (NVLink SHARP): a root's load through the switch is the sum of all parts, its own
     too, and its store is copied to all ranks, itself too. A plan keeps the root's part outside the switch. None if no
     byte crosses a link.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan("dgx-h100", in_network="nvswitch")
-    >>> plan.rate, team_wide_rate(plan.shards, Fabric(plan.topology, plan.channels))
-    (450.0, Fraction(400, 1))
     """
     kind = {device.name: device.kind for device in fabric.topology.devices}
 
@@ -203,8 +196,6 @@ def flow_rates(
     A flow has a source and destination rank, a channel and links; it is keyed by ((source, destination, channel), link
     indices). A link is divided among its flows in proportion to their bytes, so that all end together; a flow has the
     least of its parts. Switches that copy or add are not modelled.
-    Examples
-    --------
     On a DGX-2 every GPU has 150 GB/s to its switches, for 15 others:
 
     >>> import topoplan

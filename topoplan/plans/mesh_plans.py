@@ -220,8 +220,6 @@ def _read_group(item: object, where: str) -> MeshGroup:
 def groups_along(axes: Sequence[tuple[str, int]], axis: str) -> list[tuple[int, ...]]:
     """Return the ranks of every group along an axis, in ascending order of their first.
 
-    Examples
-    --------
     >>> groups_along([("dp", 2), ("tp", 4)], "dp"), groups_along([("dp", 2), ("tp", 4)], "tp")
     ([(0, 4), (1, 5), (2, 6), (3, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)])
     """
@@ -266,9 +264,7 @@ def joint_bound(
 
 
 def joint_length(
-    certificate: Lengths,
-    groups: Sequence[tuple[Fabric, str, int | None]],
-    weights: Sequence[Fraction],
+    certificate: Lengths, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
 ) -> Fraction:
     """Return the length of the groups' cheapest forests for weight 1; ``groups`` are (fabric, collective, root)."""
     return sum(

@@ -27,8 +27,6 @@ def cheapest_arborescence(cost: Sequence[Sequence[float]], root: int) -> list[in
     ``cost[v][u]`` is that of the arc from u to v: one row per *head*. The diagonal is ignored; ``inf`` or a very large
     number means no arc. Ties go to the tail of lowest number.
 
-    Examples
-    --------
     >>> cheapest_arborescence([[0, 9, 9], [5, 0, 1], [5, 1, 0]], 0)
     [-1, 0, 1]
     """
@@ -110,8 +108,6 @@ def cheapest_spanning_tree(cost: Sequence[Sequence[float]]) -> list[int]:
     """Return the parent of every vertex in a cheapest spanning tree rooted at vertex 0, whose parent is -1.
 
     ``cost`` is symmetric, ``inf`` means no edge; the diagonal is ignored.
-    Examples
-    --------
     >>> cheapest_spanning_tree([[0, 1, 4], [1, 0, 2], [4, 2, 0]])
     [-1, 0, 1]
     """
@@ -142,8 +138,6 @@ class HopLimitedTrees:
 
     ``cost[u, v]``, (N, N), is that of the arc from u to v, zero or more; `UNREACHABLE` means no arc.
 
-    Examples
-    --------
     A path 0-1-2 with a costly shortcut: height 1 forces the shortcut.
 
     >>> cost = np.array([[0, 1, 9], [1, 0, 1], [9, 1, 0]])
@@ -241,9 +235,7 @@ def _next_level(
 def _subset_tables(
     size: int,
 ) -> tuple[
-    NDArray[np.int64],
-    NDArray[np.bool_],
-    list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]],
+    NDArray[np.int64], NDArray[np.bool_], list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
 ]:
     """Return the index tables of the sets of ranks: ``rests, holds, groups``.
 
@@ -274,8 +266,6 @@ def equivalent_vertices(
     table: NDArray[np.int64] | NDArray[np.object_], vertices: Sequence[int]
 ) -> list[list[int]]:
     """Return the equivalence classes of ``vertices``: swapping two of a class keeps the (V, V) table of distances.
-    Examples
-    --------
     >>> equivalent_vertices(np.array([[0, 2, 2], [1, 0, 3], [1, 3, 0]]), [0, 1, 2])
     [[0], [1, 2]]
     """
@@ -308,8 +298,6 @@ def set_count(classes: Sequence[Sequence[int]]) -> int:
 def inner_sets(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Yield all sets of inner vertices up to swaps of equivalent vertices, the empty one first.
 
-    Examples
-    --------
     >>> list(inner_sets([[3, 4], [7]]))
     [[], [7], [3], [3, 7], [3, 4], [3, 4, 7]]
     """
@@ -325,8 +313,6 @@ def cheapest_steiner_tree(
     ``cost[u, v]`` is that of the arc from u to v; the root is a terminal or an inner vertex. Ties go to the fewest
     inner vertices, and then to the lowest that is found. Exact up to `MOST_SETS` sets of inner vertices.
 
-    Examples
-    --------
     A helper, vertex 3, that is nearer to three ranks than they are to each other:
 
     >>> cost = np.array([[0, 5, 5, 3], [5, 0, 5, 3], [5, 5, 0, 3], [1, 1, 1, 0]])

@@ -34,13 +34,6 @@ def is_automorphism(fabric: Fabric, permutation: ArrayLike) -> bool:
     """Return whether a permutation of `Fabric.nodes` keeps ranks, switches that copy or add, and every link.
 
     The image of a link must have equal bandwidth, channel and latency. False for an array that is not a permutation.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> is_automorphism(fabric, [4, 5, 6, 7, 0, 1, 2, 3]), is_automorphism(fabric, [1, 0, 2, 3, 4, 5, 6, 7])
-    (True, False)
     """
     return labelled_graph_of(fabric).image_of_links(np.asarray(permutation)) is not None
 
@@ -50,8 +43,6 @@ def keeps_wires(fabric: Fabric, permutation: ArrayLike) -> bool:
 
     Bandwidths may differ, as measured ones do: a forest and its images still load all links of an orbit equally.
 
-    Examples
-    --------
     >>> import topoplan
     >>> worn = topoplan.slow_links(topoplan.load("dgx-2"), {"gpu3-nvswitch0": 149.5})
     >>> turned = [*range(1, 16), 0, 16]
@@ -67,8 +58,6 @@ def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
 
     UsageError if the permutation does not keep the wires.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
     >>> fabric.ends
@@ -88,8 +77,6 @@ def components(size: int, first: Integers, second: Integers) -> Integers:
     The label is the component's smallest item. Every round hooks the larger of two labels on the smaller and then
     follows labels to their end (Shiloach and Vishkin 1982), so long chains take few rounds.
 
-    Examples
-    --------
     >>> components(5, np.array([3, 4]), np.array([1, 3])).tolist()
     [0, 1, 2, 1, 1]
     """
@@ -111,8 +98,6 @@ def components(size: int, first: Integers, second: Integers) -> Integers:
 def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
     """Return the orbit of each of ``size`` positions under the generated group, labelled by its smallest member.
 
-    Examples
-    --------
     >>> orbits(5, [np.array([2, 1, 0, 3, 4]), np.array([0, 1, 4, 3, 2])]).tolist()
     [0, 1, 0, 3, 0]
     """
@@ -126,13 +111,6 @@ def link_orbits(fabric: Fabric, generators: Sequence[Permutation]) -> Integers:
     """Return the orbit of each link of `Fabric.links` under the generated group, labelled by its first link.
 
     UsageError if a generator does not keep the wires.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
-    >>> link_orbits(fabric, [np.array([2, 1, 0])]).tolist()
-    [0, 1, 2, 2, 1, 0]
     """
     return orbits(len(fabric.links), [link_permutation(fabric, each) for each in generators])
 
@@ -143,8 +121,6 @@ def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.
     ``generators`` are not empty. The identity is first, then breadth first: products of one generator, of two, …, in
     the generators' order. None too if the table would exceed `LARGEST_TABLE` entries. Callers share it, read-only.
 
-    Examples
-    --------
     >>> group_elements([np.array([1, 2, 0])], 3).tolist()
     [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     """
@@ -185,8 +161,6 @@ def group_order(generators: Sequence[Permutation], limit: int) -> int | None:
     Commuting generators need no table of elements: an element is then determined by its image of one node of each
     orbit, for if it fixes x it fixes k(x) for every element k.
 
-    Examples
-    --------
     >>> group_order([np.array([1, 2, 0, 3, 4]), np.array([0, 1, 2, 4, 3])], 10)
     6
     """
@@ -220,8 +194,6 @@ def equitable_partition(fabric: Fabric, fixed: Sequence[int] = ()) -> Integers:
     Nodes of one class have, for every class and every kind of link, equally many links to and from it. Automorphisms
     that keep the fixed nodes never leave the classes, so the number of orbits is at least that of classes.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     >>> equitable_partition(fabric).tolist(), equitable_partition(fabric, [0]).tolist()

@@ -488,8 +488,6 @@ _COLLECTIVE_ALIASES = {
 def check_collective(collective: str) -> str:
     """Return the canonical name of a collective, or raise UsageError that suggests the nearest.
 
-    Examples
-    --------
     >>> check_collective("reduce-scatter")
     'reduce_scatter'
     """

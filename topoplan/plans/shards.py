@@ -209,8 +209,6 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
     rank in allgather and reduce_scatter, and else 1. In a rank's own array, of one block, shards start on multiples of
     `ALIGNMENT`; in the gathered one they do if the block length is such a multiple.
 
-    Examples
-    --------
     >>> shard_bounds([Fraction(1, 3)] * 3, 100)
     [0, 32, 64, 100]
     >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
@@ -230,8 +228,6 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
 def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:
     """Return a tree in brackets, ``>`` or ``<`` in the direction of the data, leaves first; ``longest`` cuts it.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     >>> bracket_notation(plan.ranks, plan.shards[0].stages[1]), bracket_notation(plan.ranks, plan.shards[0].stages[0])
@@ -275,8 +271,6 @@ class ImageShards(Sequence[Shard]):
     PlanError if there are too many symmetries; on first use, if one is not a permutation that maps ranks to ranks,
     their group is too large to list, or a template names an unknown rank.
 
-    Examples
-    --------
     >>> from fractions import Fraction
     >>> star = Stage("broadcast", 0, (Edge(0, 1, ("a", "b"), "nvlink"),))
     >>> both = ImageShards(("a", "b"), 2, ((1, 0),), (Shard(Fraction(1, 2), (star,)),))
@@ -451,15 +445,7 @@ def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str])
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:
-    """Return the shards from which all others follow by symmetry, each with the number of shards that it represents.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
-    >>> [count for _, count in shard_counts(plan.shards)]
-    [1]
-    """
+    """Return the shards from which all others follow by symmetry, each with the number of shards that it represents."""
     if isinstance(shards, ImageShards):
         return tuple(zip(shards.templates, shards.counts, strict=True))
     return tuple((shard, 1) for shard in shards)

@@ -74,8 +74,6 @@ def flow_caps(topology: Topology) -> dict[str, Fraction]:
 def connections_needed(plan: Plan) -> PlanConnections | None:
     """Return the connections that a plan needs; None if it uses no NIC with a cap, or nothing moves.
 
-    Examples
-    --------
     Two servers with NICs of 25 Gb/s, and a cap of 5 for one connection:
 
     >>> import topoplan
@@ -114,8 +112,6 @@ def connections_needed(plan: Plan) -> PlanConnections | None:
 def connections_line(found: PlanConnections) -> str:
     """Return a line on the connections.
 
-    Examples
-    --------
     >>> connections_line(PlanConnections("s0.gpu0", "s1.gpu0", 3.125, 0.625, 5, 0.625))
     '5 connections from s0.gpu0 to s1.gpu0 carry 3.125 GB/s at 0.625 GB/s each; with one the rate is 0.625 GB/s'
     """
@@ -173,8 +169,6 @@ class PlanPhases:
 def phases(plan: Plan) -> PlanPhases | None:
     """Return the phases of a plan over several servers; None for others, and for an all-to-all.
 
-    Examples
-    --------
     Two DGX-1V with one NIC of 96 Gb/s each:
 
     >>> import topoplan
@@ -272,8 +266,6 @@ def rounds(plan: Plan) -> tuple[PlanRound, ...]:
 
     PlanError if its shards do not have the same kinds of rounds.
 
-    Examples
-    --------
     >>> import topoplan
     >>> made = topoplan.sparse_plan(topoplan.load("dgx-2"), density=0.01)
     >>> [(one.kind, len(one.plan.shards)) for one in rounds(made)]
@@ -374,8 +366,6 @@ class ShapeClass:
 def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
     """Return the shapes of a plan's trees, in order of first appearance; up to ``apart`` trees are listed singly.
 
-    Examples
-    --------
     >>> import topoplan
     >>> [(one.count, one.roots[-1]) for one in tree_shapes(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))]
     [(16, 15)]

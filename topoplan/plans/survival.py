@@ -33,8 +33,6 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
 
     ``names`` has the new name of every device that the plan names; PlanError if one is missing.
 
-    Examples
-    --------
     GPUs 0 to 3 and 4 to 7 of a DGX-1V are isomorphic.
     The two halves of a DGX-1V, GPUs 0 to 3 and 4 to 7, have the same wires.
 
@@ -141,8 +139,6 @@ class MachineFailure:
 def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
     """Return the GPUs, links and switches, NICs or helpers whose loss may affect a plan, in the machine's order.
 
-    Examples
-    --------
     >>> import topoplan
     >>> found = single_failures(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
     >>> len(found), str(found[0]), str(found[-1])

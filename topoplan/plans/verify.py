@@ -27,7 +27,6 @@ from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loa
 from topoplan.plans.permutation_groups import keeps_wires, orbits
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
 from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, owner_of
-from topoplan.plans.structure import rounds
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
@@ -394,6 +393,8 @@ def _check_exchanges(plan: Plan) -> None:
         return
     if plan.collective != "allreduce":
         raise PlanError(f"elements are exchanged in an allreduce only, not in a {plan.collective}")
+    from topoplan.plans.structure import rounds
+
     rounds(plan)  # rejects shards that cannot run in parallel
     for number, shard in enumerate(plan.shards):
         for position, roots, reached in exchanged(shard):
@@ -432,6 +433,8 @@ def _check_sparse(plan: Plan, fabric: Fabric) -> None:
         return
     if plan.collective != "allreduce":
         raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
+    from topoplan.plans.structure import rounds
+
     rounds(plan)  # rejects shards that cannot run in parallel
     if not isinstance(certificate, SparseCertificate):
         raise PlanError(

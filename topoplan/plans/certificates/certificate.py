@@ -197,8 +197,6 @@ def explain_certificate(plan: Certified) -> str:
 
     PlanError if the certificate proves nothing (see `Certificate.bound`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "broadcast"))
     'only 150 GB/s leave {gpu0}, and every byte must'
@@ -246,8 +244,6 @@ def format_names(names: Iterable[str]) -> str:
 def format_set(names: Sequence[str]) -> str:
     """Return a set in braces, numbers as ranges; the first ranges of many, and the number of omitted ones.
 
-    Examples
-    --------
     >>> format_set(["gpu0", "gpu1", "gpu2", "gpu6"]), format_set(["s0.gpu0", "s1.gpu0"])
     ('{gpu0-2,6}', '{s0,1.gpu0}')
     """

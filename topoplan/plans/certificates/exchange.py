@@ -209,11 +209,7 @@ class EntryBound(SparseCertificate):
         )
 
     def to_object(self) -> dict[str, object]:
-        return {
-            "kind": self.kind,
-            "entries": str(self.entries),
-            "certificate": self.certificate.to_object(),
-        }
+        return {"kind": self.kind, "entries": str(self.entries), "certificate": self.certificate.to_object()}
 
     @classmethod
     def from_object(cls, value: dict[str, object]) -> Self:

@@ -37,8 +37,6 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
 
     PlanError if a rank does not reach another.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
     >>> forest_length(fabric, [int(link.dst == "nvswitch0") for link in fabric.links], "allreduce", None)
@@ -78,8 +76,6 @@ def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequ
 
     PlanError if a rank does not reach one that it sends to.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("v100x4"), ("nvlink",))
     >>> exchange_length(fabric, [1] * len(fabric.links), [[1] * 4] * 4)
@@ -250,8 +246,6 @@ def cheapest_forest(
 
 def arborescence_length(distance: Sequence[Sequence[int]], root: int) -> int:
     """Return the length of the shortest spanning arborescence from ``root``; ``distance[u][v]`` is from u to v.
-    Examples
-    --------
     >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
     6
     """
