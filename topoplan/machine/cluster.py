@@ -29,7 +29,7 @@ from topoplan.machine.cluster_network import (
     stated_gigabits,
 )
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
-from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts
+from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
 from topoplan.units import counted
 
 
@@ -102,8 +102,7 @@ def transport_of(name: str | None, memory_gbps: float | None) -> Transport | Non
     if memory_gbps is not None:
         if name is None:
             raise UsageError("memory_gbps limits what a transport copies; give a transport too, such as tcp")
-        number = isinstance(memory_gbps, (int, float)) and not isinstance(memory_gbps, bool)
-        if not number or not 1e-3 <= memory_gbps <= 1e6:
+        if not is_number(memory_gbps) or not 1e-3 <= memory_gbps <= 1e6:
             raise UsageError(f"memory_gbps {str(memory_gbps)[:40]} must be GB/s from 0.001 to 1000000")
     return None if name is None else TRANSPORTS[name]
 
@@ -410,8 +409,7 @@ def nvswitch_cluster(
     check_count("servers", servers)
     check_count("gpus", gpus, most=MOST_GPUS)
     for field, value in (("nvlink", nvlink), ("nic", nic)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not SLOWEST <= value <= FASTEST / 8:
+        if not is_number(value) or not SLOWEST <= value <= FASTEST / 8:
             raise UsageError(f"{field} {str(value)[:40]} must be a number of GB/s above zero, for example 25")
     ports = [f"gpu{i}" for i in range(gpus)]
     box = Topology(

@@ -20,7 +20,17 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 from topoplan.machine.nic_wiring import NicPort
-from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, TopologyLike, as_topology
+from topoplan.machine.topology import (
+    FASTEST,
+    SLOWEST,
+    Device,
+    Link,
+    Topology,
+    TopologyLike,
+    as_topology,
+    format_value,
+    is_number,
+)
 from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
 
 MOST_NICS = 1024
@@ -107,25 +117,23 @@ def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not 1 <= value <= most:
-        raise UsageError(f"{name} {_format_value(value)} must be a whole number from 1 to {most:,}")
+        raise UsageError(f"{name} {format_value(value)} must be a whole number from 1 to {most:,}")
 
 
 def nic_rate(gbps: float) -> float:
     """Return the GB/s of a NIC that is sold as ``gbps`` Gb/s; UsageError if it is out of the range of links."""
-    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
-    if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
+    if not is_number(gbps) or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
         raise UsageError(
-            f"nic_gbps {_format_value(gbps)} must be a number of Gb/s above zero, for example 100"
+            f"nic_gbps {format_value(gbps)} must be a number of Gb/s above zero, for example 100"
         )
     return gigabytes_from_gigabits(gbps)
 
 
 def check_flow(gbps: float | None) -> None:
     """Raise UsageError unless a value is a rate of a connection, or None."""
-    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
-    if gbps is not None and not (number and 8 * SLOWEST <= gbps <= 8 * FASTEST):
+    if gbps is not None and not (is_number(gbps) and 8 * SLOWEST <= gbps <= 8 * FASTEST):
         raise UsageError(
-            f"flow_gbps {_format_value(gbps)} must be the Gb/s of one connection, above zero, for example 5"
+            f"flow_gbps {format_value(gbps)} must be the Gb/s of one connection, above zero, for example 5"
         )
 
 
@@ -140,13 +148,6 @@ def stated_gigabits(machine: Topology) -> float:
             f"the NICs of {machine.name} differ ({', '.join(numbers)} Gb/s): say with nic_gbps what each has"
         )
     raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
-
-
-def _format_value(value: object) -> str:
-    """Return a value as text for a message, cut to fit into a line."""
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "of more than 18 digits"
-    return repr(value)[:40]
 
 
 NETWORKS = ("switch", "rail-optimised", "fat-tree")
@@ -259,8 +260,7 @@ def join_servers(
 
 
 def _check_ratio(ratio: float | None) -> None:
-    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
+    if ratio is not None and not (is_number(ratio) and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
         raise UsageError(
             f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
         )

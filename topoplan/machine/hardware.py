@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import IN_NETWORK, Device, Topology
+from topoplan.machine.topology import IN_NETWORK, Device, Topology, is_number
 from topoplan.units import exact
 
 PCIE_X16 = {3: 12.0, 4: 24.0, 5: 48.0}
@@ -96,12 +96,7 @@ def checked_rate(option: str, value: float | None) -> float | None:
     """Return a user's bandwidth in GB/s, or None for None; UsageError unless it is a finite number above zero."""
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise UsageError(f"{option} {value!r} must be a finite number of GB/s above zero, for example 25")
     return float(value)
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
@@ -229,7 +229,7 @@ class Link:
             raise TopologyError(
                 f"{where}: channel {self.channel!r} is unknown; use one of {', '.join(LINK_CHANNELS)}"
             )
-        if not _is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
+        if not is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
             raise TopologyError(
                 f"{where}: bandwidth {format_value(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
                 f"{FASTEST:g}; leave out a link that is dead"
@@ -243,7 +243,7 @@ class Link:
                 f"{where}: count {format_value(self.count)} must be a whole number from 1 to {MOST_WIRES}"
             )
         if self.latency is not None and (
-            not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
+            not is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
         ):
             raise TopologyError(
                 f"{where}: latency {format_value(self.latency)} must be seconds, zero or more"
@@ -258,7 +258,7 @@ def format_value(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or a float that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -273,7 +273,7 @@ def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
                 f"peer_access: number of GPUs {format_value(gpus)} must be a whole number from 2 to {MOST_GPUS}, and "
                 "above the one before it"
             )
-        if not _is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
+        if not is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
             raise TopologyError(
                 f"peer_access of {gpus} GPUs: {format_value(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
             )

@@ -80,7 +80,7 @@ def _plain(value: object) -> object:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
 """Surrogates, which JSON escapes can express and no file can hold."""
 
 
@@ -92,7 +92,7 @@ class FieldType:
     holds: Callable[[object], bool]
 
 
-TEXT = FieldType("a text", lambda value: isinstance(value, str) and not _HALF_CHARACTER.search(value))
+TEXT = FieldType("a text", lambda value: isinstance(value, str) and not SURROGATES.search(value))
 PRINTABLE = FieldType("a text", lambda value: isinstance(value, str) and value.isprintable())
 WHOLE = FieldType("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool))
 NUMBER = FieldType("a number", lambda value: WHOLE.holds(value) or isinstance(value, float))

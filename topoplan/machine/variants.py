@@ -24,10 +24,10 @@ from topoplan.machine.topology import (
     IN_NETWORK,
     SLOWEST,
     Device,
-    Link,
     Topology,
     TopologyLike,
     as_topology,
+    is_number,
 )
 
 
@@ -144,8 +144,7 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     topology = as_topology(topology)
     given: dict[Ends, tuple[str, float]] = {}
     for wire, speed in speeds.items():
-        number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
-        if not number or not SLOWEST <= speed <= FASTEST:
+        if not is_number(speed) or not SLOWEST <= speed <= FASTEST:
             raise UsageError(
                 f"{wire}: {str(speed)[:40]} is not a bandwidth in GB/s above zero; take out a link that is dead"
             )
@@ -166,7 +165,12 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     notes = [f"slowed: {wire} to {speed:g} GB/s" for wire, speed in speeds.items()]
     return replace(
         topology,
-        links=tuple(_slowed(link, given) for link in topology.links),
+        links=tuple(
+            replace(link, bandwidth=min(link.bandwidth, given[link.src, link.dst][1]))
+            if (link.src, link.dst) in given
+            else link
+            for link in topology.links
+        ),
         notes=(*topology.notes, *notes),
     )
 
@@ -292,11 +296,6 @@ def _neighbours(topology: Topology, name: str) -> str:
     near |= dict.fromkeys(link.src for link in topology.links if link.dst in known)
     shown = [*list(near)[:8], *(["…"] if len(near) > 8 else [])]
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
-
-
-def _slowed(link: Link, given: Mapping[Ends, tuple[str, float]]) -> Link:
-    _, speed = given.get((link.src, link.dst), ("", link.bandwidth))
-    return replace(link, bandwidth=min(link.bandwidth, speed))
 
 
 def _cut_down(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:

@@ -14,14 +14,11 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
-from topoplan.machine.topology_json import decode_json
+from topoplan.machine.topology_json import SURROGATES, decode_json
 from topoplan.units import nearest_float
 
 _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
 """No exponents: ``1e999999999`` is short to write and too long to compute with."""
-
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""Surrogates, which JSON escapes can express and no file can hold."""
 
 
 def compact(value: object) -> str:
@@ -50,7 +47,7 @@ def read_list(item: object, where: str) -> list[object]:
 
 def read_text(item: object, where: str) -> str:
     """Read a text that a file can hold."""
-    if not isinstance(item, str) or _HALF_CHARACTER.search(item):
+    if not isinstance(item, str) or SURROGATES.search(item):
         raise PlanError(f"{where} must be a text, not {item!r}"[:200])
     return item
 

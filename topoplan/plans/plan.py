@@ -469,6 +469,11 @@ def plan_text(value: dict[str, object]) -> str:
     return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}"
 
 
+def without_topology(plan: Plan) -> dict[str, object]:
+    """Return the JSON object of a plan for a file that states the machine elsewhere."""
+    return {key: value for key, value in plan.to_object().items() if key != "topology"}
+
+
 def embedded_topology(value: dict[str, object]) -> Topology:
     """Return the machine in the object of a plan file; PlanError if there is none."""
     try:

@@ -388,14 +388,12 @@ class ImageShards(Sequence[Shard]):
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         which, element, _ = self._listed
-        return self._image(self.templates[which[number]], self.elements[element[number]])
+        image = self.elements[element[number]].tolist()
+        names = {name: self.nodes[place] for name, place in zip(self.nodes, image, strict=True)}
+        return moved_shard(self.templates[which[number]], image, names)
 
     def __iter__(self) -> Iterator[Shard]:
         return (self[number] for number in range(len(self)))
-
-    def _image(self, shard: Shard, element: NDArray[np.int32]) -> Shard:
-        names = {name: self.nodes[image] for name, image in zip(self.nodes, element.tolist(), strict=True)}
-        return moved_shard(shard, element.tolist(), names)
 
     @cached_property
     def _position(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from topoplan.plans.json_values import (
     read_number,
     read_object,
 )
-from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
+from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text, without_topology
 from topoplan.plans.survival import SurvivalPlans
 
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
@@ -165,7 +165,7 @@ class SizePlans(Plans):
 
     def to_json(self) -> str:
         rows = ",\n ".join(
-            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(_without_topology(one.plan))}}}'
+            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(without_topology(one.plan))}}}'
             for one in self.ranges
         )
         times = "" if self.times is None else f',\n "times": {compact(self.times.to_object())}'
@@ -191,8 +191,7 @@ class SizePlans(Plans):
             "format": self.format,
             "collective": self.collective,
             "ranges": [
-                {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)}
-                for one in self.ranges
+                {"from": one.start, "to": one.stop, "plan": without_topology(one.plan)} for one in self.ranges
             ],
             "topology": self.topology.to_object(),
             **({} if self.times is None else {"times": self.times.to_object()}),
@@ -216,12 +215,6 @@ class SizePlans(Plans):
                 f"collective {value.get('collective')!r} is not that of the plans, {plans.collective}"
             )
         return plans
-
-
-def _without_topology(plan: Plan) -> dict[str, object]:
-    value = plan.to_object()
-    del value["topology"]
-    return value
 
 
 def _read_range(item: object, where: str, topology: Topology) -> SizeRange:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from math import ceil
@@ -52,14 +52,7 @@ class PlanConnections:
     single: float
 
     def to_object(self) -> dict[str, object]:
-        return {
-            "src": self.src,
-            "dst": self.dst,
-            "carried": self.carried,
-            "cap": self.cap,
-            "needed": self.needed,
-            "single": self.single,
-        }
+        return asdict(self)
 
 
 def flow_caps(topology: Topology) -> dict[str, Fraction]:

@@ -23,7 +23,7 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
-from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, Plans, SizeRange, plan_text
+from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, Plans, SizeRange, plan_text, without_topology
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of
 from topoplan.plans.verify import Verification, verify
 
@@ -303,7 +303,7 @@ class SurvivalPlans(Plans):
         for outcome in self.outcomes:
             row = _outcome_row(outcome)
             if outcome.plan is not None:
-                text = plan_text(_without_topology(outcome.plan))
+                text = plan_text(without_topology(outcome.plan))
                 rows.append(f'{compact(row)[:-1]}, "plan": {text}}}')
             else:
                 rows.append(compact(row))
@@ -313,7 +313,7 @@ class SurvivalPlans(Plans):
     def to_object(self) -> dict[str, object]:
         """Return the file as a JSON object."""
         rows = [
-            {**_outcome_row(one), **({} if one.plan is None else {"plan": _without_topology(one.plan)})}
+            {**_outcome_row(one), **({} if one.plan is None else {"plan": without_topology(one.plan)})}
             for one in self.outcomes
         ]
         return {**self.whole.to_object(), "format": PLAN_FORMAT_2, "failures": rows}
@@ -357,10 +357,6 @@ def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
     """
     number = {name: rank for rank, name in enumerate(before.ranks)}
     return tuple(number[name] for name in after.ranks)
-
-
-def _without_topology(plan: Plan) -> dict[str, object]:
-    return {key: value for key, value in plan.to_object().items() if key != "topology"}
 
 
 def _outcome_row(outcome: FailureOutcome) -> dict[str, object]:
@@ -429,7 +425,8 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     for number, outcome in enumerate(book.outcomes):
         try:
             if outcome.plan is None and outcome.like is None:
-                _check_infeasible(book.whole, outcome.failure)
+                if infeasibility_reason(book.whole, outcome.failure) is None:
+                    raise PlanError("the file says that no plan exists, but links still join the GPUs")
                 continue
             plan = book.plan_of(number)
             if plan.collective != book.whole.collective:
@@ -441,12 +438,6 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
         except PlanError as error:
             raise error.under(f"without {outcome.failure}") from None
     return tuple(reports)
-
-
-def _check_infeasible(whole: Plan, failure: MachineFailure) -> None:
-    """Raise PlanError if a failure that the file calls infeasible leaves a plan."""
-    if infeasibility_reason(whole, failure) is None:
-        raise PlanError("the file says that no plan exists, but links still join the GPUs")
 
 
 def infeasibility_reason(whole: Plan, failure: MachineFailure, channels: str = "auto") -> str | None:

@@ -127,7 +127,7 @@ def test_what_is_built_is_a_topology_file_like_any_other() -> None:
         (server_json(gpus=[]), "servers[0]: the GPU list is empty"),
         (server_json(count=True), "servers[0]: count must be a whole number, not True"),
         (server_json(count=0), "servers[0]: count 0 must be a whole number from 1"),
-        (server_json(count=10**400), "servers[0]: count of more than 18 digits"),
+        (server_json(count=10**400), "servers[0]: count of more than 19 digits"),
         (server_json(count=10**9), "1,000,000,000 servers are 22,000,000,000 devices"),
         (server_json(nics=0), "servers[0]: nics 0"),
         (server_json(nic_gbps="fast"), "servers[0]: nic_gbps must be a number, not 'fast'"),
