@@ -198,7 +198,7 @@ def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:
     if len(names) != len(host.gpus) + len(switches) + len(host.nics):
         keys = Counter([gpu.busid for gpu in host.gpus] + [_key(nic) for nic in host.nics])
         repeated = next((key for key, times in keys.items() if times > 1), "")
-        raise TopologyError(f"{repeated or 'a bus id'} is there twice; each GPU and NIC has its own place")
+        raise TopologyError(f"{repeated or 'a bus id'} is listed twice; each GPU and NIC has its own place")
     return names
 
 
@@ -244,29 +244,16 @@ def check_tree(tree: Iterable[PciDevice]) -> None:
     kinds: dict[str, str] = {}
     for device in tree:
         if device.busid in kinds:
-            raise TopologyError(f"pci {device.busid} is there twice; a bus id names one device of a server")
+            raise TopologyError(f"pci {device.busid} is listed twice; a bus id names one device of a server")
         if device.parent and kinds.get(device.parent) not in ("bridge", "port"):
             raise TopologyError(
-                f"pci {device.busid} hangs below {device.parent}, which is not a bridge before it"
+                f"pci {device.busid} is below {device.parent}, which is not a bridge before it"
             )
         kinds[device.busid] = device.kind
 
 
 def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
-    """Return GPUs, NICs and the switches above them, in the order of the tree; every remaining bridge is a switch.
-
-    A switch is its upstream port, with downstream ports below it, here below a root port of half the width:
-
-    >>> root = PciDevice("0000:00:02.0", "port", "", 0, 6.0)
-    >>> up = PciDevice("0000:05:00.0", "bridge", "0000:00:02.0", 0, 12.0)
-    >>> ports = [PciDevice(f"0000:06:0{i}.0", "port", "0000:05:00.0", 0, 12.0) for i in range(2)]
-    >>> gpus = [PciDevice(f"0000:0{7 + i}:00.0", "gpu", f"0000:06:0{i}.0", 0, 12.0) for i in range(2)]
-    >>> for device in switch_tree([root, up, *ports, *gpus]):
-    ...     print(device.busid, device.parent or "-", device.bandwidth)
-    0000:05:00.0 - 6.0
-    0000:07:00.0 0000:05:00.0 12.0
-    0000:08:00.0 0000:05:00.0 12.0
-    """
+    """Return GPUs, NICs and the switches above them, in the order of the tree; every remaining bridge is a switch."""
     without_ports = [
         replace(device, kind="bridge", chip="") if device.kind == "port" else device
         for device in _contracted(_with_ends(list(tree)), ("port",))

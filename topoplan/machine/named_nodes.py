@@ -112,7 +112,7 @@ class NodeNetwork:
         for child, parent in (*self.switches, *self.nodes):
             if parent and parent not in above:
                 raise TopologyError(
-                    f"{child} is below {word} {parent}, which nobody defines; add a line for it, or correct its name"
+                    f"{child} is below {word} {parent}, which is not defined; add a line for it, or correct its name"
                 )
         for switch in above:
             first, seen = switch, {switch}
@@ -150,18 +150,13 @@ def cluster_of_nodes(
     block is one server: its nodes are the first hosts of that domain. ``machines`` has the machine of each node; the
     other options are those of `topoplan.cluster`. UsageError as there, for an unknown or repeated node, nodes that no
     switch joins, or a domain that does not fit its block.
-
-    >>> import topoplan
-    >>> two = NodeNetwork("pair", (("leaf", ""),), (("a", "leaf"), ("b", "leaf")))
-    >>> cluster_of_nodes(two, dict.fromkeys("ab", topoplan.load("v100x4")), nic_gbps=100).gpus[3:5]
-    ('a.gpu3', 'b.gpu0')
     """
     at = dict(network.nodes)
     taken = list(at) if nodes is None else list(nodes)
     for node in taken:
         if node not in at:
             raise UsageError(
-                f"node {node} is none of {network.name}, which has {_node_summary(at)}; name one of these"
+                f"node {node} is not in {network.name}, which has {_node_summary(at)}; name one of these"
             )
     if len(set(taken)) < len(taken):
         node, _ = Counter(taken).most_common(1)[0]

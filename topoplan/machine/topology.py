@@ -176,8 +176,6 @@ class Device:
 
         Examples
         --------
-        >>> Device("gpu0", "gpu", facts=facts(sm=70)).fact("sm")
-        '70'
         """
         return dict(self.facts).get(key, "")
 

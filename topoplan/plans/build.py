@@ -49,10 +49,6 @@ class Allocation:
         ``gpus`` None takes all; ``root`` is a GPU number, and None takes the first. ``among`` are the collectives that
         the caller supports, by default those of trees. UsageError for an unknown or unsupported collective, a GPU or
         root that does not exist, or a root for a collective without one.
-        >>> import topoplan
-        >>> asked = Allocation.of(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 5, 7], root=5)
-        >>> asked.root, asked.topology.gpus, asked.fabric().channels
-        (1, ('gpu4', 'gpu5', 'gpu7'), ('nvlink',))
         """
         topology = as_topology(machine)
         known = check_collective(collective)

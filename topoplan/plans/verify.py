@@ -401,8 +401,8 @@ def _check_exchanges(plan: Plan) -> None:
             for rank, senders in sorted(reached.items()):
                 if senders != roots:
                     raise PlanError(
-                        f"adds up what {len(senders)} of {len(roots)} ranks of an exchange have sent, so its sum has "
-                        "other bits; everybody in an exchange sends to everybody",
+                        f"adds up elements of {len(senders)} of {len(roots)} ranks of an exchange, so its sum has "
+                        "other bits; every rank of an exchange must send to all",
                         shard=number,
                         stage=position,
                         rank=rank,
