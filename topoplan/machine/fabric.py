@@ -319,24 +319,24 @@ class Fabric:
         ranks = set(range(self.size))
         start = root if root is not None else 0
         if collective != "reduce":
-            reached = self._reached_from(start, forward=True)
+            reached = self.reached_from(start, forward=True)
             if not reached >= ranks:
                 return self.devices_of(reached)
         if collective != "broadcast":
-            lost = ranks - self._reached_from(start, forward=False)
+            lost = ranks - self.reached_from(start, forward=False)
             if lost:
-                return self.devices_of(self._reached_from(min(lost), forward=True))
+                return self.devices_of(self.reached_from(min(lost), forward=True))
         return ()
 
     def devices_of(self, states: Iterable[int]) -> tuple[str, ...]:
         """Return the names of the devices of some states of the graph of routes, in the order of `nodes`."""
         return tuple(self.nodes[node] for node in sorted({self.route_graph.nodes[state] for state in states}))
 
-    def zero_reach(self, start: int, length: Sequence[int], *, forward: bool) -> set[int]:
-        """Return the states that a state reaches, or with ``forward=False`` that reach it, over zero-length links."""
-        return self._reached_from(start, forward=forward, length=length)
+    def reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
+        """Return the states that a state reaches, or with ``forward=False`` that reach it.
 
-    def _reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
+        With ``length``, only over links of length zero.
+        """
         table = self.route_graph.leaving() if forward else self.route_graph.entering()
         reached = {start}
         frontier = [start]
@@ -399,7 +399,7 @@ def _has_islands(topology: Topology) -> bool:
     """Return whether NVLink joins some of the ranks, but leaves PCIe to join the others."""
     nvlink = Fabric(topology, ("nvlink",))
     ranks = set(range(nvlink.size))
-    return any(len(nvlink._reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
+    return any(len(nvlink.reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
 
 
 def _check_helpers(topology: Topology) -> None:

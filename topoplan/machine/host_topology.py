@@ -45,9 +45,10 @@ def nvlink_links(
             if bundle.end == "gpu" and bundle.target in names and bundle.target != gpu.busid:
                 direct[name, names[bundle.target]] = _joined(direct.get((name, names[bundle.target])), bundle)
             elif bundle.end == "nvswitch":
-                others += _to_and_from(name, SWITCH, bundle)
+                others += both_ways(name, SWITCH, "nvlink", bundle.bandwidth, count=bundle.count)
             elif bundle.end == "cpu" and gpu.busid in cpus:
-                others += _to_and_from(name, cpus[gpu.busid], bundle)
+                cpu = cpus[gpu.busid]
+                others += both_ways(name, cpu, "nvlink", bundle.bandwidth, count=bundle.count)
             else:
                 notes.append(_omission_note(gpu, name, bundle))
     notes += _one_sided(direct)
@@ -59,11 +60,6 @@ def _joined(first: NvlinkBundle | None, second: NvlinkBundle) -> NvlinkBundle:
         return second
     bandwidth = summed((first.bandwidth, second.bandwidth))
     return NvlinkBundle(second.end, second.target, first.count + second.count, bandwidth)
-
-
-def _to_and_from(name: str, end: str, bundle: NvlinkBundle) -> list[Link]:
-    ends = ((name, end), (end, name))
-    return [Link(src, dst, "nvlink", bundle.bandwidth, bundle.count) for src, dst in ends]
 
 
 def _merged(links: list[Link]) -> list[Link]:

@@ -453,6 +453,32 @@ class Plan(Plans):
         return replace(self, seconds=seconds)
 
 
+class PlanCollection(Plans):
+    """Plans of one collective among the same ranks; notes are those of all ranges, each once."""
+
+    __slots__ = ()
+
+    @property
+    def collective(self) -> str:
+        return self.ranges[0].plan.collective
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.ranges[0].plan.ranks
+
+    @property
+    def root(self) -> int | None:
+        return self.ranges[0].plan.root
+
+    @property
+    def topology(self) -> Topology:
+        return self.ranges[0].plan.topology
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
+
+
 def check_shape(value: Mapping[str, object], plan: Plan) -> None:
     """Raise PlanError if the ``trees`` or ``height`` that a plan file states differ from those of its shards."""
     for key, found in (("trees", plan.trees), ("height", plan.height)):

@@ -27,7 +27,15 @@ from topoplan.plans.json_values import (
     read_number,
     read_object,
 )
-from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text, without_topology
+from topoplan.plans.plan import (
+    Plan,
+    PlanCollection,
+    Plans,
+    SizeRange,
+    embedded_topology,
+    plan_text,
+    without_topology,
+)
 from topoplan.plans.survival import SurvivalPlans
 
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
@@ -90,7 +98,7 @@ class SizeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class SizePlans(Plans):
+class SizePlans(PlanCollection):
     """The plans of one collective by message size.
 
     Parameters
@@ -137,26 +145,6 @@ class SizePlans(Plans):
             expected = one.stop
         if expected is not None:
             raise PlanError(f"no range covers sizes from {expected} bytes on; the last one must have no end")
-
-    @property
-    def collective(self) -> str:
-        return self.ranges[0].plan.collective
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        return self.ranges[0].plan.ranks
-
-    @property
-    def root(self) -> int | None:
-        return self.ranges[0].plan.root
-
-    @property
-    def topology(self) -> Topology:
-        return self.ranges[0].plan.topology
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
 
     @property
     def format(self) -> str:

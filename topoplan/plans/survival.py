@@ -23,7 +23,15 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
-from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, Plans, SizeRange, plan_text, without_topology
+from topoplan.plans.plan import (
+    ALL_TO_ALL,
+    PLAN_FORMAT_2,
+    Plan,
+    PlanCollection,
+    SizeRange,
+    plan_text,
+    without_topology,
+)
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of
 from topoplan.plans.verify import Verification, verify
 
@@ -172,7 +180,7 @@ class FailureOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class SurvivalPlans(Plans):
+class SurvivalPlans(PlanCollection):
     """The plan of a whole machine, and of the machine after each single failure.
 
     Parameters
@@ -197,26 +205,6 @@ class SurvivalPlans(Plans):
     whole: Plan
     outcomes: tuple[FailureOutcome, ...]
     seconds: float | None = field(default=None, compare=False)
-
-    @property
-    def collective(self) -> str:
-        return self.whole.collective
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        return self.whole.ranks
-
-    @property
-    def root(self) -> int | None:
-        return self.whole.root
-
-    @property
-    def topology(self) -> Topology:
-        return self.whole.topology
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.whole.notes
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:

@@ -508,7 +508,7 @@ def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> N
             name = fabric.nodes[node]
             if name not in names or collective in unused or part[state] in with_rank:
                 continue
-            if not fabric.zero_reach(state, length, forward=forward) >= set(range(fabric.size)):
+            if not fabric.reached_from(state, forward=forward, length=length) >= set(range(fabric.size)):
                 raise PlanError(
                     f"the certificate's lengths part {name}, which can copy or add, from every rank: "
                     "they prove nothing there; a cut or a partition does"

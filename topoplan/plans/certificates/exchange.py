@@ -383,7 +383,7 @@ def _inside_fault(
     if stage.entries is not None:
         return f"{stage.op}s entries, and the bound holds if elements move inside servers"
     if stage.op != op:
-        return f"{stage.op}s at a place of a {op}, before or after the exchange"
+        return f"{stage.op}s in place of a {op}, before or after the exchange"
     server = int(servers.of_rank[stage.root])
     if owner[server] != stage.root:
         return f"{stage.op}s at rank {stage.root}, and the owner in {servers.names[server]} is rank {owner[server]}"

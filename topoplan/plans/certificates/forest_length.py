@@ -244,14 +244,6 @@ def cheapest_forest(
     return Fraction(least)
 
 
-def arborescence_length(distance: Sequence[Sequence[int]], root: int) -> int:
-    """Return the length of the shortest spanning arborescence from ``root``; ``distance[u][v]`` is from u to v.
-    >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
-    6
-    """
-    return arborescence_of(_table(distance), root)
-
-
 def _table(distance: Sequence[Sequence[int]]) -> Table:
     largest = max((max(row) for row in distance), default=0)
     fits = largest * (len(distance) + 1) < _WORD
