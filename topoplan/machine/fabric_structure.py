@@ -156,8 +156,8 @@ def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
 
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
-    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
-    >>> wiring.ranks, wiring.size, len(wiring.tails), sorted(set(wiring.link_labels.tolist()))
+    >>> graph = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
+    >>> graph.ranks, graph.size, len(graph.tails), sorted(set(graph.link_labels.tolist()))
     (16, 17, 32, [0])
     """
     # Equal bandwidths are equal floats: the exact rational is a function of the float.

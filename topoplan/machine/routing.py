@@ -167,9 +167,9 @@ class Transit:
             if server[dst] and dst >= vertices:
                 entries.setdefault((server[dst], src), []).append(dst)
         return any(
-            closed_on_the_way and outwards.get(node, set()) - {came_from}
-            for (_, came_from), starts in entries.items()
-            for node, closed_on_the_way in _reached(starts, inside, closed)
+            passes_closed and outwards.get(node, set()) - {source}
+            for (_, source), starts in entries.items()
+            for node, passes_closed in _reached(starts, inside, closed)
         )
 
 

@@ -197,7 +197,7 @@ def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
             raise UsageError(f"{name} is GPU {topology.gpus.index(name)}; take it out by its number")
     if not out:
         return topology
-    return _cut_down(topology, out, f"taken out: {', '.join(named)}")
+    return _without_named(topology, out, f"taken out: {', '.join(named)}")
 
 
 def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
@@ -220,7 +220,7 @@ def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
         return topology
     remaining_gpus(topology, named)
     out = [topology.gpus[gpu] for gpu in named]
-    return _cut_down(topology, out, f"taken out: {', '.join(out)}")
+    return _without_named(topology, out, f"taken out: {', '.join(out)}")
 
 
 def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, ...]:
@@ -298,7 +298,7 @@ def _neighbours(topology: Topology, name: str) -> str:
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
 
 
-def _cut_down(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
+def _without_named(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
     gone = set(out)
     return replace(
         topology,

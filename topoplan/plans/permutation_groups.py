@@ -199,13 +199,13 @@ def equitable_partition(fabric: Fabric, fixed: Sequence[int] = ()) -> Integers:
     >>> equitable_partition(fabric).tolist(), equitable_partition(fabric, [0]).tolist()
     ([0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7])
     """
-    wiring = labelled_graph_of(fabric)
-    return by_smallest_member(wiring.refined(colours_with_fixed(wiring, fixed)))
+    graph = labelled_graph_of(fabric)
+    return by_smallest_member(graph.refined(colours_with_fixed(graph, fixed)))
 
 
-def colours_with_fixed(wiring: LabelledGraph, fixed: Sequence[int]) -> Integers:
+def colours_with_fixed(graph: LabelledGraph, fixed: Sequence[int]) -> Integers:
     """Return the node labels, with a unique colour for each of some nodes."""
-    colours = wiring.node_labels.copy()
+    colours = graph.node_labels.copy()
     top = int(colours.max(initial=0)) + 1
     for place, node in enumerate(fixed):
         colours[node] = top + place

@@ -295,7 +295,7 @@ class Plan(Plans):
         return tuple(names[end] for end in sorted(used))
 
     @property
-    def _is_later(self) -> bool:
+    def _needs_format_2(self) -> bool:
         of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
         union = not {*UNIONS}.isdisjoint(self.channels)
         return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
@@ -349,7 +349,7 @@ class Plan(Plans):
         """Return the plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": PLAN_FORMAT_2 if self._is_later else PLAN_FORMAT,
+            "format": PLAN_FORMAT_2 if self._needs_format_2 else PLAN_FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,

@@ -57,16 +57,16 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
         return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
     table = [distances(arcs, start, where) for start in where]
     # A broadcast or reduce may lack a path between two ranks: such an arc costs more than any tree.
-    dear = (sum(length) + 1) * len(where)
+    no_arc = (sum(length) + 1) * len(where)
     for start, row in zip(where, table, strict=True):
         if -1 in row and collective not in ("broadcast", "reduce"):
             ranks = [part.index(where[row.index(-1)]), part.index(start)]
             raise PlanError(
                 f"rank {ranks[1]} does not reach rank {ranks[0]} on the plan's channels", rank=ranks[1]
             )
-        row[:] = [dear if reach < 0 else reach for reach in row]
+        row[:] = [no_arc if reach < 0 else reach for reach in row]
     found = cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
-    if found >= dear:
+    if found >= no_arc:
         raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
     return found
 

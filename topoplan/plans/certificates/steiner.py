@@ -77,10 +77,13 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     inner = {op: beside(inner_devices(fabric, op)) for op in ("reduce", "broadcast")}
     vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]
     place = {vertex: number for number, vertex in enumerate(vertices)}
-    dear = (sum(length) + 1) * len(vertices)
+    no_arc = (sum(length) + 1) * len(vertices)
     table = np.array(
-        [[dear if reach < 0 else reach for reach in distances(arcs, start, vertices)] for start in vertices],
-        dtype=np.int64 if dear * (len(vertices) + 1) < 1 << 61 else object,
+        [
+            [no_arc if reach < 0 else reach for reach in distances(arcs, start, vertices)]
+            for start in vertices
+        ],
+        dtype=np.int64 if no_arc * (len(vertices) + 1) < 1 << 61 else object,
     )
     terminals = list(range(len(where)))
     trees = {
@@ -103,7 +106,7 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
         found = Fraction(
             min(trees["reduce"].length(same[0]) + trees["broadcast"].length(same[0]) for same in roots)
         )
-    if found >= dear:
+    if found >= no_arc:
         raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
     return found
 
