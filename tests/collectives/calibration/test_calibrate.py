@@ -17,7 +17,6 @@ from tests.support import fake_cupy
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
 from topoplan.machine.topology import Topology
-from topoplan.machine.topology_json import dump_topology_json
 
 V100S = topoplan.load("dgx-1v")
 MIB = 1 << 20
@@ -145,7 +144,7 @@ class TestKnownAnswers:
         driven.gpus.reverse()
         driven.bus_ids.reverse()
         stated, path = tmp_path / "stated.json", tmp_path / "measured.json"
-        stated.write_text(dump_topology_json(with_bus_ids(V100S)))
+        stated.write_text(with_bus_ids(V100S).to_json())
         calibrate(driven, str(stated), "-o", str(path))
         assert bandwidths(topoplan.load(path)) == bandwidths(slow)
 

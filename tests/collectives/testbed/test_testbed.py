@@ -40,7 +40,6 @@ from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main
 from topoplan.errors import PlanError, UsageError
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
@@ -247,7 +246,7 @@ def test_links_too_slow_to_shape_are_refused() -> None:
 
 def machine_file(folder: Path, machine: topoplan.Topology) -> str:
     path = folder / "machine.json"
-    path.write_text(dump_topology_json(machine), encoding="utf-8")
+    path.write_text(machine.to_json(), encoding="utf-8")
     return str(path)
 
 

@@ -17,7 +17,6 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.topology import Device, Link, Topology
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.model.copy_routes import CopyRoutes, copy_route
 from topoplan.model.dataflow import device_kinds, link_latency
 from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
@@ -293,7 +292,7 @@ class TestInvariants:
         """Topology JSON keeps date, method, notes, latencies and times of switching."""
         found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
         made = calibrated(V100S, found, date=DATE).topology
-        assert topoplan.load(dump_topology_json(made)) == made
+        assert topoplan.load(made.to_json()) == made
         assert made.peer_access == ((2, 0.00123), (8, 0.02))
         assert made.source.startswith(
             "calibrated 2026-11-21: by hand, 64KB to 256MB, median of 3; links that were not measured: NVLink: NVIDIA"

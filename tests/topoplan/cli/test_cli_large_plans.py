@@ -10,7 +10,6 @@ import pytest
 import topoplan
 from topoplan.cli.main import main
 from topoplan.cli.tree_table import MAX_ROWS, tree_table
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.plans.shards import ImageShards
 
 
@@ -18,7 +17,7 @@ from topoplan.plans.shards import ImageShards
 def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A topology file of 64 servers, 512 GPUs."""
     path = tmp_path_factory.mktemp("large") / "cluster.json"
-    path.write_text(dump_topology_json(topoplan.nvswitch_cluster(64)))
+    path.write_text(topoplan.nvswitch_cluster(64).to_json())
     return str(path)
 
 

@@ -144,7 +144,7 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
         (("CONF",), "states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with"),
         (("CONF", "--server", "dgx-1v"), "a network needs the speed of a NIC; add --nic-gbps"),
         (("CONF", *WIRES, "--servers", "2"), "--servers does not go with a description of Slurm"),
-        (("CONF", *WIRES, "--hosts", "n9"), "node n9 is none of topology, which has 4 nodes, n1 to n4"),
+        (("CONF", *WIRES, "--hosts", "n9"), "node n9 is not in topology, which has 4 nodes, n1 to n4"),
         (("CONF", *WIRES, "--hosts", "n[1-"), "--hosts: no such file, and 'n[1-' has a bracket that is not closed"),
         (("CONF", *WIRES, "--slurm-topology", "x"), "topology 'x' is not in a topology.conf"),
         (("CONF", "--server", "nothing", "--nic-gbps", "1"), "no machine 'nothing' in the library"),

@@ -213,7 +213,7 @@ def spoiled(name: str) -> Plan:
         ("a gather without entries", "a gather moves entries, and the stage says none"),
         ("no bytes", "0 bytes of entries for a byte of the shard must be from 1e-09 to 1000000"),
         ("more bytes than there are", "must be from 1e-09 to 1000000"),
-        ("an owner that is handed the sum", "broadcasts where only a reduce has its place"),
+        ("an owner that is handed the sum", "broadcasts in place of a reduce"),
         ("an exchange in pieces", "6 ranks gather for 3 servers"),
         (
             "entries that count twice",
