@@ -37,12 +37,8 @@ ClockTimes = NDArray[np.float64]
 class ClockRun:
     """When every rank ended every step.
 
-    Parameters
-    ----------
-    ends : (N, K) float64
-        Seconds.
-    waited : (N, K) float64
-        Seconds before each step in which a rank stood still for others.
+    ends: (N, K) float64, seconds.
+    waited: (N, K) float64, seconds before each step in which a rank stood still for others.
     """
 
     ends: ClockTimes
@@ -87,24 +83,11 @@ def run_clocks(
 ) -> ClockRun:
     """Run ranks under a clock rule.
 
-    Parameters
-    ----------
-    compute : (N, K) floats
-        Seconds that each rank computes in each step.
-    send : float
-        Seconds that an exchange takes, such as a plan's model time for the gradients.
-    staleness : int or None
-        Steps that a rank may be ahead of the slowest; 0 where all meet in every step, None for any number.
-    every : int
-        Steps between two exchanges, at which all wait for all (local SGD); above 1 the staleness is not looked at.
+    compute: (N, K) floats, seconds that each rank computes in each step.
+    send: seconds that an exchange takes, such as a plan's model time for the gradients.
+    staleness: steps that a rank may be ahead of the slowest; 0 where all meet in every step, None for any number.
+    every: steps between two exchanges, at which all wait for all (local SGD); above 1 the staleness is not looked at.
 
-    Raises
-    ------
-    UsageError
-        A negative staleness, time or number of steps, or no steps.
-
-    Examples
-    --------
     Three ranks, of which the last takes three times as long in the second of four steps:
 
     >>> late = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 3, 1, 1]]
@@ -205,29 +188,13 @@ def pull_seconds(
 ) -> Floats:
     """Seconds of a step in which a rank computes and meanwhile pulls the parameters of another one.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    gpus : sequence of int or None
-        GPU numbers; rank i is the i-th, None takes all.
-    nbytes : int
-        Bytes of the parameters.
-    compute : float
-        Seconds of computing in a step.
+    gpus: GPU numbers; rank i is the i-th, None takes all.
+    nbytes: bytes of the parameters.
+    compute: seconds of computing in a step.
 
-    Returns
-    -------
-    (N, N) float64
-        t[i][m] = max(compute, alpha + nbytes / rate from m to i), alone on the links; infinite where no link leads
-        there, ``compute`` on the diagonal.
+    Returns (N, N) float64: t[i][m] = max(compute, alpha + nbytes / rate from m to i), alone on the links; infinite
+    where no link leads there, ``compute`` on the diagonal.
 
-    Raises
-    ------
-    UsageError
-        Fewer than two GPUs, bytes that are none, or a negative time.
-
-    Examples
-    --------
     >>> (pull_seconds("dgx-2", gpus=[0, 1], nbytes=1 << 30) * 1e3).round(2).tolist()
     [[0.0, 7.17], [7.17, 0.0]]
     """
@@ -252,13 +219,7 @@ def pull_seconds(
 
 
 def checked_probabilities(probabilities: object) -> Floats:
-    """Probabilities of neighbours as an array of their own.
-
-    Raises
-    ------
-    UsageError
-        They are no square, no probabilities, or part the ranks into groups that never mix.
-    """
+    """Probabilities of neighbours as an array of their own."""
     try:
         table = np.array(probabilities, dtype=np.float64)
     except (TypeError, ValueError):
@@ -289,21 +250,10 @@ def strongest(probabilities: Floats) -> float:
 def mixing_weights(probabilities: Floats, strength: float) -> Floats:
     """How far each pull moves a rank towards its neighbour.
 
-    Parameters
-    ----------
-    probabilities : (N, N) float64
-    strength : float
-        alpha * rho.
+    probabilities: (N, N) float64
+    strength: alpha * rho.
 
-    Returns
-    -------
-    (N, N) float64
-        a[i][m], and 0 where rank i never chooses m.
-
-    Raises
-    ------
-    UsageError
-        The strength is not above 0, or moves a rank past its neighbour.
+    Returns (N, N) float64: a[i][m], and 0 where rank i never chooses m.
     """
     chosen = _between(probabilities)
     both = (probabilities > 0).astype(np.float64) + (probabilities.T > 0)
@@ -320,20 +270,9 @@ def mixing_weights(probabilities: Floats, strength: float) -> Floats:
 def mixing_matrix(probabilities: Floats, strength: float, turns: Sequence[float] | None = None) -> Floats:
     """Y of the module: (N, N) float64, symmetric, rows sum to 1.
 
-    Parameters
-    ----------
-    probabilities : (N, N) float64
-    strength : float
-    turns : sequence of float, optional
-        Share of all pulls that are each rank's, in proportion to 1 / seconds of its step; equal by default.
+    probabilities: (N, N) float64
+    turns: share of all pulls that are each rank's, in proportion to 1 / seconds of its step; equal by default.
 
-    Raises
-    ------
-    UsageError
-        As `mixing_weights`.
-
-    Examples
-    --------
     Four ranks that choose each other equally often:
 
     >>> uniform = (np.ones((4, 4)) - np.eye(4)) / 3

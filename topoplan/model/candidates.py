@@ -54,25 +54,12 @@ def candidates(
 ) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
     """All schedules of a collective on an allocation, and why some do not exist there.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root, channels, progress
-        As for `topoplan.plan`.
+    topology, collective, gpus, root, channels, progress: as for `topoplan.plan`.
 
-    Returns
-    -------
-    plans : tuple of Plan
-        The optimal trees first; no two with the same forest; all with the same channels, bound and certificate.
-    notes : tuple of str
-        One line for each schedule that the allocation does not have.
+    Returns plans: the optimal trees first; no two with the same forest; all with the same channels, bound and
+    certificate.
+    Returns notes: one line for each schedule that the allocation does not have.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plans, notes = candidates(topoplan.load("dgx-1v"), "broadcast")
     >>> [(one.schedule, one.trees, one.height, one.rate) for one in plans][:3]
@@ -131,8 +118,6 @@ def doubled(plan: Plan) -> Plan | None:
     after another there, and while one starts, the other moves: a pipeline fills sooner, at no cost in rate. More than
     two gain little more, and start more.
 
-    Examples
-    --------
     Up to four NVLinks one after another on a DGX-1V, 32 MB in microseconds:
 
     >>> import topoplan
@@ -149,8 +134,6 @@ def doubled(plan: Plan) -> Plan | None:
 def same_trees(one: Plan, other: Plan) -> bool:
     """Whether two plans have the same trees, however often each of them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v")
     >>> [same_trees(plan, each) for each in (doubled(plan), topoplan.ring("dgx-1v"))]
@@ -204,17 +187,9 @@ def chain_limits(
 ) -> tuple[ChainLimit, ...]:
     """Limits of a collective on a fabric, ascending in chain, each with a lower rate than all that follow.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    rate : Fraction or None
-        GB/s that no schedule exceeds: limits are below.
+    root: root rank of a broadcast or reduce.
+    rate: GB/s that no schedule exceeds: limits are below.
 
-    Examples
-    --------
     One hop of a DGX-2, in which every rank takes in what fifteen others have:
 
     >>> import topoplan
@@ -276,8 +251,6 @@ def _groups(
 def _below(chain: float) -> float:
     """At most as many seconds, in the digits of a file.
 
-    Examples
-    --------
     >>> [_below(chain) for chain in (17.6e-6, 29.505882e-6, 29.505874e-6)]
     [1.76e-05, 2.95058e-05, 2.95058e-05]
     """

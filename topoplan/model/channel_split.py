@@ -52,21 +52,10 @@ def plan_channels(
 ) -> Plan:
     """Plan over several channels at once.
 
-    Parameters
-    ----------
-    channels : sequence of str
-        The first one leads: it carries small buffers alone.
-    plan_over : callable
-        The plan of the collective over one channel.
-    machine : str
-        Its name, for messages.
-    nbytes : int or None
-        Bytes of the buffer; None for the limit of large buffers, where shares are in proportion to the rates.
-
-    Raises
-    ------
-    InfeasibleError
-        One of the channels does not connect the ranks; carries the cut.
+    channels: the first one leads: it carries small buffers alone.
+    plan_over: the plan of the collective over one channel.
+    machine: its name, for messages.
+    nbytes: bytes of the buffer; None for the limit of large buffers, where shares are in proportion to the rates.
     """
     parts = []
     for channel in channels:
@@ -82,20 +71,11 @@ def plan_channels(
 def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
     """Join plans of one collective over one channel each into a plan over all of them.
 
-    Parameters
-    ----------
-    parts : sequence of Plan
-        Same collective, ranks and root. The first one leads.
-    nbytes : int or None
-        As in `plan_channels`.
+    parts: same collective, ranks and root. The first one leads.
+    nbytes: as in `plan_channels`.
 
-    Returns
-    -------
-    Plan
-        With a `Channels` certificate. The first part alone, with a note, where more channels are no faster.
+    Returns with a `Channels` certificate. The first part alone, with a note, where more channels are no faster.
 
-    Examples
-    --------
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
     >>> parts = [topoplan.plan(dgx, "broadcast", channels=channel) for channel in ("nvlink", "pcie")]
@@ -131,17 +111,10 @@ def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
 def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
     """A plan over all wires, or over NVLink alone where that is faster for buffers of a size.
 
-    Parameters
-    ----------
-    union, alone : Plan
-        Over all wires in one packing, and over NVLink.
-    nbytes : int or None
-        Bytes of the buffer; None keeps the first.
+    union, alone: over all wires in one packing, and over NVLink.
+    nbytes: bytes of the buffer; None keeps the first.
 
-    Returns
-    -------
-    Plan
-        With notes on what NVLink alone would reach, and from which size on more wires are faster.
+    Returns with notes on what NVLink alone would reach, and from which size on more wires are faster.
     """
     if len(union.ranks) == 1:
         return union
@@ -278,26 +251,14 @@ class ChannelSplit:
 def channel_split(rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes: int) -> ChannelSplit:
     """Divide a buffer between channels that start at different times.
 
-    Parameters
-    ----------
-    rates : sequence of Fraction
-        Rate of each channel in GB/s, above zero.
-    starts : sequence of Fraction
-        Seconds at which each may start, zero or more.
-    nbytes : int
-        Size of the buffer, zero or more.
-
-    Raises
-    ------
-    UsageError
-        A value is out of range, or there is not one start for each rate.
+    rates: rate of each channel in GB/s, above zero.
+    starts: seconds at which each may start, zero or more.
+    nbytes: size of the buffer, zero or more.
 
     Notes
     -----
     O(K log K) for K channels: they join in the order of their starts as long as they start before the others finish.
 
-    Examples
-    --------
     100 MB over 20 GB/s at once and 5 GB/s after 1 ms: both finish after 4.2 ms.
 
     >>> split = channel_split([Fraction(20), Fraction(5)], [Fraction(0), Fraction(1, 1000)], 100_000_000)
@@ -336,8 +297,6 @@ def split_shares(
     Shares of a size are rounded down to multiples of 1 / `SPLIT_GRAIN`, and the first channel takes what is left; those
     of the limit are in proportion to the rates and exact, so that no channel waits for another.
 
-    Examples
-    --------
     >>> split_shares([Fraction(150), Fraction(8)], [Fraction(0), Fraction(37, 10000)], None)
     (Fraction(75, 79), Fraction(4, 79))
     >>> [float(share) for share in split_shares([Fraction(2), Fraction(1)], [Fraction(0), Fraction(1)], 1 << 20)]

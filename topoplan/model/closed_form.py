@@ -42,22 +42,13 @@ _GRID = 16
 class ChannelPart:
     """The part of a plan that runs over links of its own.
 
-    Parameters
-    ----------
-    name : str
-        Its channels.
-    start : float
-        Seconds after the launch at which it may start.
-    hops : (F',) int64
-        Those of the flow's hops that run in it.
-    share : float
-        Share of the buffer.
-    largest : float
-        The largest share of one of its shards.
-    chain : float
-        Longest chain of start-ups in seconds.
-    pace : float
-        Seconds for each byte of the buffer for which its fullest link is busy.
+    name: its channels.
+    start: seconds after the launch at which it may start.
+    hops: (F',) int64, those of the flow's hops that run in it.
+    share: share of the buffer.
+    largest: the largest share of one of its shards.
+    chain: longest chain of start-ups in seconds.
+    pace: seconds for each byte of the buffer for which its fullest link is busy.
     """
 
     name: str
@@ -77,13 +68,9 @@ class Level:
     first level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, and the second ``hops = [4]``,
     ``waits = [2]``, ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
 
-    Parameters
-    ----------
-    hops : (T,) int64
-    waits : (M,) int64
-        What the first of them waits for, then what the second waits for, and so on.
-    starts : (T,) int64
-        Where in ``waits`` each begins.
+    hops: (T,) int64
+    waits: (M,) int64, what the first of them waits for, then what the second waits for, and so on.
+    starts: (T,) int64, where in ``waits`` each begins.
     """
 
     hops: Indices
@@ -95,22 +82,14 @@ class Level:
 class Pipeline:
     """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
 
-    Parameters
-    ----------
-    flow : Dataflow
-    lanes : tuple of Lane
-        Those of the flow.
-    alpha, pace : (F, 1) float64
-        Start-up in seconds, and seconds for each byte of the buffer, of every hop.
-    others : (F, 1) float64
-        Seconds for each byte of the buffer for which other hops keep the fullest link of a hop busy.
-    shard : (F,) int64
-    starters : Starters
-        Which hops share the wires that start them.
-    forward, backward : tuple of Level
-        The hops that each hop waits for, and those that wait for it.
-    latency : float
-        Seconds that remain at size zero: launch, start and longest chain of start-ups of the last lane.
+    lanes: those of the flow.
+    alpha, pace: (F, 1) float64, start-up in seconds, and seconds for each byte of the buffer, of every hop.
+    others: (F, 1) float64, seconds for each byte of the buffer for which other hops keep the fullest link of a hop
+    busy.
+    shard: (F,) int64
+    starters: which hops share the wires that start them.
+    forward, backward: the hops that each hop waits for, and those that wait for it.
+    latency: seconds that remain at size zero: launch, start and longest chain of start-ups of the last lane.
     """
 
     flow: Dataflow
@@ -131,17 +110,10 @@ class Pipeline:
     def seconds(self, nbytes: float, chunks: Indices) -> Floats:
         """The closed form.
 
-        Parameters
-        ----------
-        nbytes : float
-            Bytes of the buffer.
-        chunks : (S, C) int64
-            Chunks of every shard, one column for each way of cutting.
+        nbytes: bytes of the buffer.
+        chunks: (S, C) int64, chunks of every shard, one column for each way of cutting.
 
-        Returns
-        -------
-        (C,) float64
-            Seconds, launch included.
+        Returns (C,) float64: seconds, launch included.
         """
         last: Floats = self.lane_seconds(nbytes, chunks).max(axis=0)
         return last
@@ -163,8 +135,6 @@ class Pipeline:
         Both times are about convex in k: a grid of growing steps, then finer ones between the neighbours of the
         best, down to single steps.
 
-        Examples
-        --------
         A chain of H = 2 hops at 20 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 20 GB/s / 8.8 us) = 19.5.
 
         >>> import topoplan
@@ -238,13 +208,7 @@ def pipeline(flow: Dataflow) -> Pipeline:
 
 
 def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
-    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number of its lane for None.
-
-    Raises
-    ------
-    UsageError
-        ``nbytes`` is negative or ``chunk_bytes`` not above zero.
-    """
+    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number of its lane for None."""
     if nbytes < 0:
         raise UsageError(f"a buffer of {nbytes} bytes cannot be simulated; give a size of zero or more")
     if chunk_bytes is None:
@@ -268,18 +232,10 @@ def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
 def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
     """Length of the longest chain of hops that ends before each hop.
 
-    Parameters
-    ----------
-    seconds : (F, C) float64
-        Time of every hop.
+    seconds: (F, C) float64, time of every hop.
 
-    Returns
-    -------
-    (F, C) float64
-        Seconds; zero for a hop that waits for none.
+    Returns (F, C) float64: seconds; zero for a hop that waits for none.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.model.dataflow import dataflow
     >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
@@ -321,13 +277,8 @@ LinkName = tuple[str, str]
 class ChannelTime:
     """When one channel of a plan runs.
 
-    Parameters
-    ----------
-    channel : str
-    share : float
-        Of the buffer.
-    start, seconds : float
-        Seconds from the call until it may start, and until its last byte is in place.
+    share: of the buffer.
+    start, seconds: seconds from the call until it may start, and until its last byte is in place.
     """
 
     channel: str
@@ -340,33 +291,19 @@ class ChannelTime:
 class Timeline:
     """The time of one collective and where it goes.
 
-    Parameters
-    ----------
-    collective : str
-    ranks : int
-    nbytes : int
-        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
-    seconds : float
-        From the call until the last byte is in place.
-    chunks : tuple of int
-        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, those of
-        all rounds.
-    latency_seconds : float
-        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
-        buffer is split, the start of a later channel too.
-    bandwidth_seconds : float
-        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer
-        is split; the rest is the pipeline, filling and draining.
-    link_bytes, link_seconds : dict of (str, str) to float
-        Bytes across each link that is used, and the time it is busy, from source to destination. Two channels
-        between the same devices stand together: their bytes, and the longer of their times.
-    bottleneck : tuple of (str, str)
-        The links that are busy longest.
-    channels : tuple of ChannelTime
-        One for each channel between which the buffer is split; otherwise one for all together.
+    nbytes: bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    seconds: from the call until the last byte is in place.
+    chunks: chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, those
+    of all rounds.
+    latency_seconds: what remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path;
+    where the buffer is split, the start of a later channel too.
+    bandwidth_seconds: what remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless
+    the buffer is split; the rest is the pipeline, filling and draining.
+    link_bytes, link_seconds: bytes across each link that is used, and the time it is busy, from source to destination.
+    Two channels between the same devices stand together: their bytes, and the longer of their times.
+    bottleneck: the links that are busy longest.
+    channels: one for each channel between which the buffer is split; otherwise one for all together.
 
-    Examples
-    --------
     >>> import topoplan
     >>> timeline = topoplan.simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=64 << 10)
     >>> round(timeline.latency_seconds * 1e6, 1), round(timeline.seconds * 1e6)

@@ -32,15 +32,10 @@ WIRES = {
 class CopyRoute:
     """Links of a copy, from source to destination.
 
-    Parameters
-    ----------
-    channel : str
-        nvlink, pcie or network.
-    stages : tuple of tuple of Link
-        A copy is striped over the links of a stage in proportion to their stated bandwidths.
-    ends : (int, int) or None
-        The stages that bear its start-up: on a network those into its switches and out of them; None for the first and
-        the last.
+    channel: nvlink, pcie or network.
+    stages: a copy is striped over the links of a stage in proportion to their stated bandwidths.
+    ends: (int, int) or None, the stages that bear its start-up: on a network those into its switches and out of them;
+    None for the first and the last.
     """
 
     channel: str
@@ -66,8 +61,6 @@ def stage_bandwidth(stage: tuple[Link, ...]) -> float:
 class CopyRoutes:
     """Routes of copies in one machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> routes = CopyRoutes(topoplan.load("dgx-1v"))
     >>> route = routes.between("gpu0", "gpu5")
@@ -89,12 +82,8 @@ class CopyRoutes:
     def between(self, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
         """The route of a copy; None where the machine has none.
 
-        Parameters
-        ----------
-        src, dst : str
-            Names of two GPUs.
-        through_host : bool
-            Peer access is refused.
+        src, dst: names of two GPUs.
+        through_host: peer access is refused.
         """
         if not through_host:
             striped = self._stages("nvlink", src, dst)
@@ -168,8 +157,6 @@ class CopyRoutes:
 def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
     """The route of one copy (see `CopyRoutes.between`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> copy_route(topoplan.load("dgx-2"), "gpu0", "gpu9").links[1].src
     'nvswitch0'

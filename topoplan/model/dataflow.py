@@ -50,14 +50,8 @@ START_UP: Mapping[str, float] = {
 def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
     """Seconds of start-up that a hop pays for crossing a link.
 
-    Parameters
-    ----------
-    link : Link
-    kinds : mapping of str to str
-        Kind of every device, by name (see `device_kinds`).
+    kinds: kind of every device, by name (see `device_kinds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-2")
     >>> up = next(link for link in machine.links if link.channel == "nvlink")
@@ -76,14 +70,8 @@ def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
 def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
     """Seconds of start-up of a hop over some links, one after another.
 
-    Parameters
-    ----------
-    links : sequence of Link
-    kinds : mapping of str to str
-        Kind of every device, by name (see `device_kinds`).
+    kinds: kind of every device, by name (see `device_kinds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
     >>> from topoplan.machine.fabric import Fabric
@@ -108,20 +96,11 @@ def device_kinds(topology: Topology) -> dict[str, str]:
 def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fraction]:
     """Seconds after the launch at which each channel of a plan may start.
 
-    Parameters
-    ----------
-    topology : Topology
-        The allocation: its GPUs are those that switch.
-    channels : sequence of str
-        Channels of the plan.
+    topology: the allocation: its GPUs are those that switch.
+    channels: channels of the plan.
 
-    Returns
-    -------
-    dict of str to Fraction
-        Zero, but for pcie beside nvlink (see `peer_access_seconds`).
+    Returns zero, but for pcie beside nvlink (see `peer_access_seconds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> channel_starts(topoplan.load("dgx-1v"), ("nvlink", "pcie"))
     {'nvlink': Fraction(0, 1), 'pcie': Fraction(37, 10000)}
@@ -142,8 +121,6 @@ def peer_access_seconds(topology: Topology) -> Fraction:
     grows with the number of peers, n - 1, each of which costs a process one call. A machine that states none is
     taken as a DGX-1V (`topoplan.machine.hardware.PEER_ACCESS`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> [float(peer_access_seconds(machine.subset(range(n)))) for n in (2, 5, 8)]
@@ -169,18 +146,11 @@ def peer_access_seconds(topology: Topology) -> Fraction:
 class Hop:
     """One tree edge in the direction of its data.
 
-    Parameters
-    ----------
-    shard, stage, src, dst : int
-        Where it stands in the plan, and its sending and receiving rank.
-    links : tuple of int
-        The links that it crosses, in order, as indices into the fabric.
-    alpha : float
-        Seconds of start-up for every chunk.
-    pace : float
-        Seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
-    waits : tuple of int
-        Positions of the hops that must have delivered a chunk before it can start here.
+    shard, stage, src, dst: where it stands in the plan, and its sending and receiving rank.
+    links: the links that it crosses, in order, as indices into the fabric.
+    alpha: seconds of start-up for every chunk.
+    pace: seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
+    waits: positions of the hops that must have delivered a chunk before it can start here.
     """
 
     shard: int
@@ -197,29 +167,16 @@ class Hop:
 class Dataflow:
     """A plan ready for timing.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    shares : tuple of float
-        Share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
-    counts : tuple of int
-        How many shards each of them stands for.
-    images : ImageShards or None
-        The symmetries of a compact plan.
-    hops : tuple of Hop
-        Every hop stands after the hops it waits for.
-    followers : tuple of tuple of int
-        For every hop, the hops that wait for it.
-    seconds_per_byte : tuple of float
-        For every link of the fabric, the time it is busy for each byte of the buffer.
-    load : tuple of float
-        For every link of the fabric, the bytes across it for each byte of the buffer.
-    full : tuple of int
-        The links that are busy longest.
-    lanes : tuple of (str, float)
-        Name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
-        where the buffer is not split.
-    lane_of_shard : tuple of int
+    shares: share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
+    counts: how many shards each of them stands for.
+    images: the symmetries of a compact plan.
+    hops: every hop stands after the hops it waits for.
+    followers: for every hop, the hops that wait for it.
+    seconds_per_byte: for every link of the fabric, the time it is busy for each byte of the buffer.
+    load: for every link of the fabric, the bytes across it for each byte of the buffer.
+    full: the links that are busy longest.
+    lanes: name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
+    where the buffer is not split.
     """
 
     fabric: Fabric
@@ -238,13 +195,6 @@ class Dataflow:
 def dataflow(plan: Plan) -> Dataflow:
     """Hops of a plan and what each waits for.
 
-    Raises
-    ------
-    PlanError
-        A stage is no tree, or a route crosses a link that the machine does not have.
-
-    Examples
-    --------
     >>> import topoplan
     >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     >>> len(flow.hops), len(flow.hops[0].links)
@@ -315,8 +265,6 @@ def switched_hops(plan: Plan) -> int:
 
     Staged copies need no peer access, and channels of a split plan know their starts themselves.
 
-    Examples
-    --------
     >>> import topoplan
     >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
     1
@@ -360,14 +308,9 @@ Indices = NDArray[np.int64]
 class Starters:
     """Hops grouped by the route that starts them.
 
-    Parameters
-    ----------
-    route : tuple of int
-        For every hop, the number of its route.
-    wires : tuple of int
-        For every route, how many copies it can start at once: the wires of its narrowest link.
-    copies : tuple of float
-        For every hop, how many it stands for on one route.
+    route: for every hop, the number of its route.
+    wires: for every route, how many copies it can start at once: the wires of its narrowest link.
+    copies: for every hop, how many it stands for on one route.
     """
 
     route: tuple[int, ...]
@@ -377,16 +320,11 @@ class Starters:
     def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
         """How long the route of every hop takes to start all its copies.
 
-        Parameters
-        ----------
-        before, starting, after : (F, C) float64
-            Seconds of every hop: until its first start-up can begin, in all its start-ups, and from the end of its
-            last one.
+        before, starting, after: (F, C) float64, seconds of every hop: until its first start-up can begin, in all its
+        start-ups, and from the end of its last one.
 
-        Returns
-        -------
-        (F, C) float64
-            No order is faster: a route begins after the least ``before`` and ends with the least ``after``.
+        Returns (F, C) float64: no order is faster: a route begins after the least ``before`` and ends with the least
+        ``after``.
         """
         order, first = self._grouped()
         wires = np.array(self.wires, dtype=np.float64)[:, None]
@@ -406,8 +344,6 @@ class Starters:
 def starters(flow: Dataflow) -> Starters:
     """The routes of a dataflow and the hops on each.
 
-    Examples
-    --------
     DGX-2, one hop: two ranks share a reduce and a broadcast, each on a route of its own direction.
 
     >>> import topoplan

@@ -64,22 +64,13 @@ class SwitchQueue:
 class SimulatedRun:
     """What the event simulation saw.
 
-    Parameters
-    ----------
-    seconds : float
-        From the call until the last chunk is delivered, launch included.
-    chunks : tuple of int
-        Number of chunks of every shard.
-    transfers : tuple of Transfer
-        In order of their start.
-    fabric : Fabric
-        Names of the links.
-    starts : tuple of (str, float)
-        Channels that start later than the launch, and when, in seconds from the call.
-    queues : tuple of Queue
-        The largest queue of every port of a switch at which chunks had to wait, in order of the links.
-    in_flight : int
-        Most chunks that were on their way at once, waiting ones included.
+    seconds: from the call until the last chunk is delivered, launch included.
+    chunks: number of chunks of every shard.
+    transfers: in order of their start.
+    fabric: names of the links.
+    starts: channels that start later than the launch, and when, in seconds from the call.
+    queues: the largest queue of every port of a switch at which chunks had to wait, in order of the links.
+    in_flight: most chunks that were on their way at once, waiting ones included.
     """
 
     seconds: float
@@ -101,28 +92,14 @@ def run_events(
 ) -> SimulatedRun:
     """Run a plan chunk by chunk.
 
-    Parameters
-    ----------
-    plan : Plan
-    nbytes : int
-        Bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
-    chunk_bytes : int or None
-        Largest chunk; None cuts every shard into the number of chunks that the closed form finds best.
-    headroom : float or None
-        Pace every flow at this part of its share of the links, above 0 and at most 1; None lets senders send.
-
-    Raises
-    ------
-    UsageError
-        ``nbytes`` is negative, ``chunk_bytes`` not above zero, or so small that the simulation would not end; or the
-        headroom is out of range.
+    nbytes: bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
+    chunk_bytes: largest chunk; None cuts every shard into the number of chunks that the closed form finds best.
+    headroom: pace every flow at this part of its share of the links, above 0 and at most 1; None lets senders send.
 
     Notes
     -----
     O(T log T) for T = hops x chunks x links on a route.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
     >>> run = run_events(plan, nbytes=1 << 30)
@@ -208,14 +185,9 @@ def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: floa
 class _LinkServers:
     """What chunks wait for: servers, each of which carries one at a time.
 
-    Parameters
-    ----------
-    pace : list of float
-        Seconds that each server takes for a byte.
-    links : list of tuple of int
-        The links that it stands for.
-    of_hop : list of tuple of int
-        The servers that each hop passes.
+    pace: seconds that each server takes for a byte.
+    links: the links that it stands for.
+    of_hop: the servers that each hop passes.
     """
 
     pace: list[float]
@@ -345,8 +317,6 @@ def chrome_trace(run: SimulatedRun) -> str:
     stand in the order of the links; a box carries its shard, stage, chunk and ranks. A channel that starts later than
     the launch has a row of its own, with one box until then.
 
-    Examples
-    --------
     >>> import topoplan
     >>> run = run_events(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), nbytes=1 << 20)
     >>> events = json.loads(chrome_trace(run))["traceEvents"]

@@ -28,17 +28,10 @@ Levels = Sequence[Sequence[int]]
 class ActiveJob:
     """A job that has arrived and is not done.
 
-    Parameters
-    ----------
-    number : int
-        Its place among the jobs.
-    job : Job
-    stage : Stage
-        The one it is in.
-    early : bool
-        Whether that is its first.
-    left : int
-        Iterations of it that are not done, the one under way included.
+    number: its place among the jobs.
+    stage: the one it is in.
+    early: whether that is its first.
+    left: iterations of it that are not done, the one under way included.
     """
 
     number: int
@@ -52,15 +45,9 @@ class ActiveJob:
 class Policy:
     """How jobs share links.
 
-    Parameters
-    ----------
-    name : str
-    levels : callable
-        Levels of the jobs that have arrived; asked when one arrives, ends a stage, or ends. None: all are equal.
-    weight : callable or None
-        A flow's weight among its equals by the share of its bytes that it has sent; None for equal weights.
-    shifts : callable or None
-        Seconds by which each job starts later than it arrives.
+    levels: levels of the jobs that have arrived; asked when one arrives, ends a stage, or ends. None: all are equal.
+    weight: a flow's weight among its equals by the share of its bytes that it has sent; None for equal weights.
+    shifts: seconds by which each job starts later than it arrives.
     """
 
     name: str
@@ -84,18 +71,11 @@ class FluidFlow:
 class JobRun:
     """What became of a job.
 
-    Parameters
-    ----------
-    stages : list of float
-        When each stage ended that did.
-    iterations : list of float
-        Seconds of each iteration that ended.
-    computed : list of (float, float)
-        From when to when it computed.
-    sent : list of (float, float)
-        From when to when it sent, or waited to.
-    end : float
-        When it was done, or the horizon.
+    stages: when each stage ended that did.
+    iterations: seconds of each iteration that ended.
+    computed: from when to when it computed.
+    sent: from when to when it sent, or waited to.
+    end: when it was done, or the horizon.
     """
 
     stages: list[float] = field(default_factory=list)
@@ -118,14 +98,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 class PolicyRun:
     """A run of all jobs under a policy.
 
-    Parameters
-    ----------
-    jobs : Workload
-    policy : str
-    order : tuple of int or None
-        Jobs by level, highest first, when the last one had arrived; None where all are equal.
-    runs : tuple of JobRun
-    flows : tuple of Flow
+    order: jobs by level, highest first, when the last one had arrived; None where all are equal.
     """
 
     jobs: Workload
@@ -205,8 +178,6 @@ class PolicyRun:
 def run_jobs(jobs: Workload, policy: Policy) -> PolicyRun:
     """Run jobs under a policy until all are done, or the horizon.
 
-    Examples
-    --------
     Two jobs that send for 90 of 200 seconds; the second arrives 5 later. Fair shares keep them in each other's way.
 
     >>> from topoplan.model.job_policies import POLICIES

@@ -65,8 +65,6 @@ def primal_dual(jobs: Workload, standing: Sequence[ActiveJob]) -> Levels:
 def primal_dual_order(loads: Sequence[Mapping[str, float]], weights: Sequence[float]) -> list[int]:
     """The order of jobs for least weighted completion, at most twice the optimum, from their loads on every link.
 
-    Examples
-    --------
     >>> loads = [[4, 0, 2], [1, 5, 0], [0, 2, 3], [3, 1, 1]]
     >>> primal_dual_order([dict(zip("abc", row)) for row in loads], [1, 1, 1, 1])
     [2, 3, 1, 0]
@@ -129,8 +127,6 @@ def corrections(jobs: Workload, standing: Sequence[ActiveJob]) -> list[float]:
     The two run by themselves, one first and then the other: the network seconds that the job gains by going first, over
     those that the other loses.
 
-    Examples
-    --------
     Crux's first example: 2 s of computing and 2 s of sending, against 1 s and 1 s.
 
     >>> stages = {name: JobStage(1, x, {"wire": x * 1e9}) for name, x in (("a", 2.0), ("b", 1.0))}
@@ -185,16 +181,9 @@ def compress(
     Of `ORDERS` random orders in which every job stands behind those it conflicts with that are above it, the best cut
     into neighbouring parts is found by dynamic programming (Crux, section 4.3).
 
-    Parameters
-    ----------
-    ranked : sequence of int
-        Jobs, the highest priority first.
-    edges : mapping of (int, int) to float
-        Conflicts, from the higher job to the lower, with their weights.
-    queues : int
+    ranked: jobs, the highest priority first.
+    edges: conflicts, from the higher job to the lower, with their weights.
 
-    Examples
-    --------
     The conflict of 0 and 1 weighs least: they share a queue.
 
     >>> compress([0, 1, 2], {(0, 1): 1.0, (1, 2): 3.0}, 2)
@@ -262,8 +251,6 @@ class CircleArc:
 def interleaving(turns: Sequence[CircleArc], shifts: Sequence[int]) -> float:
     """How little jobs ask for more than a link has, over one turn of their common circle: 1 is never.
 
-    Examples
-    --------
     Two jobs that send for 90 of 200 units, together and half a turn apart:
 
     >>> two = [CircleArc(200, 110, 90, 1.0)] * 2
@@ -291,11 +278,6 @@ def circle_shifts(jobs: Workload) -> list[float]:
 
     Link by link along the jobs that they share: the shift of one job is known, the others' follow by trying `ANGLES`
     positions of each, again and again while that helps. Jobs are seen in their first stage.
-
-    Raises
-    ------
-    UsageError
-        Jobs and links form a loop: no single shift for each job is consistent then.
     """
     stages = [job.stages[0] for job in jobs.jobs]
     todo = _shared_links(jobs, stages)
@@ -402,13 +384,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def policy_named(name: str, *, queues: int | None = None) -> Policy:
-    """A policy; for crux with so many priorities.
-
-    Raises
-    ------
-    UsageError
-        No policy has this name, or it has no queues.
-    """
+    """A policy; for crux with so many priorities."""
     if name not in POLICIES:
         raise UsageError(f"policy {name!r} is unknown; use {', '.join(POLICIES)}")
     if queues is None:

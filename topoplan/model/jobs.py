@@ -41,15 +41,9 @@ _STAGE = {"iterations", "compute", "bytes", "overlap", "plan", "size"}
 class JobStage:
     """Iterations that are alike.
 
-    Parameters
-    ----------
-    iterations : int
-    compute : float
-        Seconds of computing in each.
-    bytes : dict of str to float
-        What each iteration sends over a link, above zero.
-    overlap : float
-        Share of the computing that may run while bytes are sent.
+    compute: seconds of computing in each.
+    bytes: what each iteration sends over a link, above zero.
+    overlap: share of the computing that may run while bytes are sent.
     """
 
     iterations: int
@@ -70,17 +64,9 @@ class JobStage:
 class TrainingJob:
     """A training job.
 
-    Parameters
-    ----------
-    name : str
-    stages : tuple of Stage
-    gpus : int
-    weight : float
-        What a second of its first stage's completion costs.
-    release : float
-        Seconds at which it arrives.
-    sends_first : bool
-        Whether its first iteration has been computed when it arrives.
+    weight: what a second of its first stage's completion costs.
+    release: seconds at which it arrives.
+    sends_first: whether its first iteration has been computed when it arrives.
     """
 
     name: str
@@ -95,13 +81,8 @@ class TrainingJob:
 class Workload:
     """Jobs and the links they share.
 
-    Parameters
-    ----------
-    links : dict of str to float
-        GB/s.
-    jobs : tuple of Job
-    horizon : float or None
-        Seconds after which nothing is looked at any more; None for the end of the last job.
+    links: GB/s.
+    horizon: seconds after which nothing is looked at any more; None for the end of the last job.
     """
 
     links: Mapping[str, float]
@@ -146,19 +127,8 @@ class Workload:
 def read_jobs(text: str, *, folder: str = "") -> Workload:
     """The jobs of a file, format ``topoplan.jobs/1`` (see `docs/file-formats.md`).
 
-    Parameters
-    ----------
-    text : str
-    folder : str
-        Where plan files that it names lie.
+    folder: where plan files that it names lie.
 
-    Raises
-    ------
-    UsageError
-        The text is no such file: names job, stage and key.
-
-    Examples
-    --------
     >>> stage = '{"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}'
     >>> head = '{"format": "topoplan.jobs/1", "links": {"leaf0": 1.0}, '
     >>> jobs = read_jobs(head + '"jobs": [{"name": "a", "gpus": 8, "stages": [%s]}]}' % stage)
@@ -288,12 +258,7 @@ def _whole(item: object, where: str) -> int:
 class ModelLayer:
     """A layer with parameters.
 
-    Parameters
-    ----------
-    name : str
-    parameters : int
-    inputs : int
-        Elements that come in for one sample.
+    inputs: elements that come in for one sample.
     """
 
     name: str
@@ -305,16 +270,10 @@ class ModelLayer:
 class IterationTraffic:
     """Bytes that each rank sends, and takes in, in an iteration.
 
-    Parameters
-    ----------
-    cut : int
-        Layers before it are data parallel, those from it on model parallel.
-    gradients : float
-        For the sum of gradients.
-    boundary : float
-        For the inputs of the first layer after the cut, both ways.
-    inside : float
-        For the inputs of all later layers, both ways.
+    cut: layers before it are data parallel, those from it on model parallel.
+    gradients: for the sum of gradients.
+    boundary: for the inputs of the first layer after the cut, both ways.
+    inside: for the inputs of all later layers, both ways.
     """
 
     cut: int
@@ -341,24 +300,10 @@ def volume(
 ) -> IterationTraffic:
     """What is sent with a cut at some layer.
 
-    Parameters
-    ----------
-    layers : sequence of Layer
-    ranks : int
-    batch : int
-        Samples of each rank.
-    cut : int or None
-        Layers before it are data parallel; None for all.
-    width : int
-        Bytes of an element.
+    batch: samples of each rank.
+    cut: layers before it are data parallel; None for all.
+    width: bytes of an element.
 
-    Raises
-    ------
-    UsageError
-        Fewer than one rank, sample or byte, or a cut that is not among the layers.
-
-    Examples
-    --------
     VGG-16 on 4 ranks of 32 samples: 830 MB; cut at its first full layer 88, 19 and, for the two layers after it, 6 MB.
 
     >>> layers = NETWORKS["vgg16"]()
@@ -394,8 +339,6 @@ def best_cut(
 ) -> IterationTraffic:
     """The cut whose collectives take the least time at algorithm bandwidths in GB/s; of several, the last.
 
-    Examples
-    --------
     >>> best_cut(NETWORKS["vgg16"](), 4, 32, allreduce=100.0, allgather=200.0).cut
     13
     """

@@ -49,21 +49,12 @@ ENGINES = ("messages", "windows")
 class ScheduleChoice:
     """Plans by size and what they were chosen from.
 
-    Parameters
-    ----------
-    plans : SizePlans
-    candidates : tuple of Plan
-        Everything that was timed, those that are nowhere fastest too.
-    sizes : tuple of int
-        The sizes at which all were timed, ascending: there the choice is the least of all.
-    notes : tuple of str
-        Schedules that the allocation does not have, and whose figures the model took.
-    costs : EngineCosts or None
-        Those figures of the windows engine; None for messages.
-    windows : tuple of WindowsClock
-        How that engine runs each candidate; empty for messages.
-    bound : TimeBound or None
-        What no schedule undercuts; None for the windows engine, whose start-ups are others.
+    candidates: everything that was timed, those that are nowhere fastest too.
+    sizes: the sizes at which all were timed, ascending: there the choice is the least of all.
+    notes: schedules that the allocation does not have, and whose figures the model took.
+    costs: those figures of the windows engine; None for messages.
+    windows: how that engine runs each candidate; empty for messages.
+    bound: what no schedule undercuts; None for the windows engine, whose start-ups are others.
     """
 
     plans: SizePlans
@@ -303,25 +294,15 @@ def fastest_from(
 ) -> tuple[tuple[int, int], ...]:
     """Who is fastest from which size on.
 
-    Parameters
-    ----------
-    clocks : sequence of callable
-        Seconds that a plan takes for so many bytes. Of equally fast ones (within `topoplan.units.TOLERANCE`) the first
-        wins.
-    sizes : sequence of int
-        Bytes, ascending and distinct.
-    least : sequence of callable
-        For each clock what it is never below, and is quickly known: where that is above another's time, the clock is
-        not asked. None for an empty one.
+    clocks: seconds that a plan takes for so many bytes. Of equally fast ones (within `topoplan.units.TOLERANCE`) the
+    first wins.
+    sizes: bytes, ascending and distinct.
+    least: for each clock what it is never below, and is quickly known: where that is above another's time, the clock is
+    not asked. None for an empty one.
 
-    Returns
-    -------
-    tuple of (size, index into ``clocks``)
-        Ascending; the first size is ``sizes[0]``, and every other the first byte at which its clock wins over the one
-        before.
+    Returns tuple of (size, index into ``clocks``): ascending; the first size is ``sizes[0]``, and every other the first
+    byte at which its clock wins over the one before.
 
-    Examples
-    --------
     Start-ups of 1, 3 and 9 and paces of 4, 2 and 1 per byte cross at 1 and at 6 bytes; where they meet, the first wins.
 
     >>> fastest_from([lambda n: 9 + n, lambda n: 3 + 2 * n, lambda n: 1 + 4 * n], [0, 4, 8])
@@ -365,8 +346,6 @@ def fastest_from(
 def grid_of_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """The sizes asked for and those between the smallest and the largest that double from one to the next.
 
-    Examples
-    --------
     >>> grid_of_sizes([0, 3, 9])
     (0, 1, 2, 3, 4, 8, 9)
     """
@@ -386,22 +365,9 @@ def plan_like(
     Where a schedule does not exist for the collective, or a plan was made by hand, the planner's optimal trees are
     taken.
 
-    Parameters
-    ----------
-    given : Plan or SizePlans
-    collective : str
-    root : int or None
-        Rank of the root of a broadcast or reduce.
-    machine : Topology, optional
-        What to plan for instead: what is left of that machine.
+    root: rank of the root of a broadcast or reduce.
+    machine: what to plan for instead: what is left of that machine.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
     >>> plan_like(topoplan.plan(dgx, method="mwu"), "allgather").method

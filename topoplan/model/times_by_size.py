@@ -36,17 +36,10 @@ FLOAT32_BYTES = 4
 class SizeRow:
     """One line of the table, for float32.
 
-    Parameters
-    ----------
-    nbytes : int
-        ``size``; for allgather and reduce_scatter of the full gathered buffer.
-    count : int
-        ``count`` as nccl-tests prints it: elements of the buffer, of one rank's part for allgather and
-        reduce_scatter.
-    dtype, redop : str
-    seconds : float
-    algbw, busbw : float
-        GB/s.
+    nbytes: ``size``; for allgather and reduce_scatter of the full gathered buffer.
+    count: ``count`` as nccl-tests prints it: elements of the buffer, of one rank's part for allgather and
+    reduce_scatter.
+    algbw, busbw: GB/s.
     """
 
     nbytes: int
@@ -74,13 +67,9 @@ class SizeRow:
 class Crossover:
     """Where the first of two plans starts to be at least as fast as the second.
 
-    Parameters
-    ----------
-    nbytes : int or None
-        The smallest size from which, up to the largest one asked for, the first plan is at least as fast;
-        None where it is slower at the largest size. The smallest size asked for where it is never slower.
-    faster_below : str
-        ``first``, ``second`` or ``equal``: which is faster at the smallest size asked for.
+    nbytes: the smallest size from which, up to the largest one asked for, the first plan is at least as fast; None
+    where it is slower at the largest size. The smallest size asked for where it is never slower.
+    faster_below: ``first``, ``second`` or ``equal``: which is faster at the smallest size asked for.
     """
 
     nbytes: int | None
@@ -94,13 +83,6 @@ class Crossover:
 def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[SizeRow, ...]:
     """Model time of a plan at several sizes; of plans by size, each size under its own.
 
-    Raises
-    ------
-    UsageError
-        A size is negative, or ``chunk_bytes`` not above zero.
-
-    Examples
-    --------
     >>> import topoplan
     >>> print(format_table(sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])))
     #         size         count      type   redop         time    algbw    busbw
@@ -132,13 +114,6 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
     Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the
     next, the size is found by bisection.
 
-    Raises
-    ------
-    UsageError
-        The range is empty.
-
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-2")
     >>> one_hop, ring = topoplan.plan(machine, "allreduce"), topoplan.ring(machine, "allreduce")
@@ -198,16 +173,10 @@ DIGITS = 1e-5
 class TimeBound:
     """The least seconds of a collective by its size.
 
-    Parameters
-    ----------
-    diameter : float
-        Seconds of start-ups that every schedule has one after another.
-    steps : tuple of (float, Fraction or None)
-        Ascending: least seconds of start-ups, and the highest rate in GB/s of schedules that have no more than up to
-        the next step; None where nothing bounds it.
+    diameter: seconds of start-ups that every schedule has one after another.
+    steps: ascending: least seconds of start-ups, and the highest rate in GB/s of schedules that have no more than up to
+    the next step; None where nothing bounds it.
 
-    Examples
-    --------
     A DGX-2: one hop at 10 GB/s, or two at 80.
 
     >>> import topoplan
@@ -235,13 +204,7 @@ def time_bound(
     limits: Sequence[ChainLimit],
     rate: Fraction | None,
 ) -> TimeBound:
-    """The bound on time that some limits prove, with the bound on the rate of any schedule.
-
-    Raises
-    ------
-    PlanError
-        A limit proves nothing here.
-    """
+    """The bound on time that some limits prove, with the bound on the rate of any schedule."""
     if fabric.size == 1:
         return TimeBound(0.0, ((0.0, None),))
     if limits and (fabric.split or fabric.in_network):
@@ -275,8 +238,6 @@ def least_start_ups(fabric: Fabric) -> tuple[float, ...]:
 def start_up_diameter(fabric: Fabric, collective: str, root: int | None) -> float:
     """Seconds of start-ups from a rank to the furthest that needs what it has, along the best way.
 
-    Examples
-    --------
     Two NVLinks one after another on a DGX-1V, of 8.8 us each:
 
     >>> import topoplan
@@ -308,13 +269,7 @@ def times_of(plans: SizePlans, limits: Sequence[ChainLimit], sizes: Sequence[int
 
 
 def check_times(plans: SizePlans) -> TimeBound | None:
-    """Recompute what a file of plans by size says of times; None where it says nothing.
-
-    Raises
-    ------
-    PlanError
-        A limit proves nothing, or a time is not what it comes to.
-    """
+    """Recompute what a file of plans by size says of times; None where it says nothing."""
     if plans.times is None:
         return None
     bound, time = _bound_of(plans, plans.times.limits), clock(plans)

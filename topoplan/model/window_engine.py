@@ -56,30 +56,16 @@ _LARGEST = 1e9
 class EngineCosts:
     """Start-ups and rates of the windows engine on one kind of GPU.
 
-    Parameters
-    ----------
-    name : str
-        The kind of GPU.
-    source : str
-        Where the figures come from.
-    launch : float
-        Seconds from the call until its kernel, the only one, does the first thing.
-    hop : float
-        Seconds from a store until the peer has seen the flag behind it; also how long a block waits for that.
-    allreduce_rate, other_rate : float
-        GB/s that one block of 512 threads moves into and out of slots, in an allreduce and in the other collectives.
-    peak : float
-        GB/s that a GPU sends at most, and receives at most, over all its links; these may have less.
-    packet_factor : float
-        What a byte in packets costs in bytes: 2 on the wire, and NCCL counts 9, "2X the bytes, plus some processing,
-        plus no unrolling".
-    fewest_blocks : int
-        Fewer are not considered.
-
-    Raises
-    ------
-    UsageError
-        A figure is zero, negative or beyond all sense, or the engine cannot have so many blocks.
+    name: the kind of GPU.
+    source: where the figures come from.
+    launch: seconds from the call until its kernel, the only one, does the first thing.
+    hop: seconds from a store until the peer has seen the flag behind it; also how long a block waits for that.
+    allreduce_rate, other_rate: GB/s that one block of 512 threads moves into and out of slots, in an allreduce and in
+    the other collectives.
+    peak: GB/s that a GPU sends at most, and receives at most, over all its links; these may have less.
+    packet_factor: what a byte in packets costs in bytes: 2 on the wire, and NCCL counts 9, "2X the bytes, plus some
+    processing, plus no unrolling".
+    fewest_blocks: fewer are not considered.
     """
 
     name: str
@@ -142,8 +128,6 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
 
     For GPUs older than all that have figures, Hopper's are taken with all blocks that the engine may have.
 
-    Examples
-    --------
     >>> import topoplan
     >>> costs, words = costs_of(topoplan.load("dgx-a100"))
     >>> costs.fewest_blocks, words
@@ -174,13 +158,7 @@ def words_of(costs: EngineCosts) -> str:
 
 
 def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
-    """Read a file of figures.
-
-    Raises
-    ------
-    UsageError
-        It cannot be read, or a key is unknown, missing, of a wrong type or out of range.
-    """
+    """Read a file of figures."""
     where = os.fspath(path)
     try:
         value = decode_json(Path(path).read_text(encoding="utf-8"), where)
@@ -228,14 +206,9 @@ _MANY = 1e6
 class KernelSetting:
     """How the engine runs a plan for one size, and how long that takes.
 
-    Parameters
-    ----------
-    seconds : float
-        With as many blocks as are fastest.
-    blocks : int
-        The fewest within `ENOUGH` of that.
-    chunk : int
-        Bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
+    seconds: with as many blocks as are fastest.
+    blocks: the fewest within `ENOUGH` of that.
+    chunk: bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
     """
 
     seconds: float
@@ -252,17 +225,11 @@ class KernelSetting:
 class KernelSteps:
     """What all ranks' kernels do; of a compact plan what one rank does on average, from its templates.
 
-    Parameters
-    ----------
-    rank : (S,) int64
-    arrivals, departures, share : (S, 1) float64
-        Tree edges, and the share of the shard.
-    copies : (S,) float64
-        How many steps each stands for on its rank.
-    forward, backward : tuple of Level
-        The steps that each waits for, and those that wait for it.
-    most : int
-        Steps of the rank that has most.
+    rank: (S,) int64
+    arrivals, departures, share: (S, 1) float64, tree edges, and the share of the shard.
+    copies: (S,) float64, how many steps each stands for on its rank.
+    forward, backward: the steps that each waits for, and those that wait for it.
+    most: steps of the rank that has most.
     """
 
     rank: NDArray[np.int64]
@@ -278,8 +245,6 @@ class KernelSteps:
 def kernel_steps(flow: Dataflow) -> KernelSteps:
     """The steps of a dataflow.
 
-    Examples
-    --------
     One hop among four: each rank joins three and sends to three, sends to three, and takes from three.
 
     >>> import topoplan
@@ -340,19 +305,10 @@ def kernel_steps(flow: Dataflow) -> KernelSteps:
 class WindowsClock:
     """The model time of a plan on the windows engine as a function of the size.
 
-    Parameters
-    ----------
-    plan : Plan
-        Among GPUs that all write to each other's memory.
-    costs : EngineCosts
+    plan: among GPUs that all write to each other's memory.
 
-    Attributes
-    ----------
-    packets_to : int
-        The most bytes that go in packets, all to all; 0 where none do.
+    packets_to: the most bytes that go in packets, all to all; 0 where none do.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.model.window_engine import HOPPER
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
@@ -414,15 +370,9 @@ class WindowsClock:
     ) -> tuple[Floats, Floats]:
         """Seconds of some settings along the trees, and bytes of their longest chunks.
 
-        Parameters
-        ----------
-        nbytes : int
-        blocks, limits : (C,) int64
-            Blocks of the kernel, and the most bytes of a chunk.
+        blocks, limits: (C,) int64, blocks of the kernel, and the most bytes of a chunk.
 
-        Returns
-        -------
-        (C,) float64, (C,) float64
+        Returns (C,) float64, (C,) float64
         """
         steps, costs = self._steps, self._costs
         if not len(steps.rank):
@@ -469,8 +419,6 @@ def joint_blocks(blocks: NDArray[np.int64], enough: Floats) -> Floats:
 
     It is NCCL's, ``softmin`` in the same file.
 
-    Examples
-    --------
     Of 65 GiB/s each on a port of 320: seven blocks of NCCL's kernel for large allreduces fill it to 98 %.
 
     >>> for count in (1, 4, 7, 64):

@@ -30,12 +30,8 @@ from topoplan.units import counted, number_ranges
 class VisibleGpu:
     """A GPU of the topology that CUDA shows.
 
-    Parameters
-    ----------
-    name : str
-        Device name in the topology.
-    ordinal : int
-        Its number in CUDA.
+    name: device name in the topology.
+    ordinal: its number in CUDA.
     """
 
     name: str
@@ -47,23 +43,10 @@ def match_gpus(
 ) -> tuple[tuple[VisibleGpu, ...], tuple[str, ...]]:
     """The GPUs to measure, in the topology's order, and notes on how they were found.
 
-    Parameters
-    ----------
-    topology : Topology
-        Of one server.
-    gpus : sequence of int or None
-        GPU numbers in the topology; None for all that can be seen.
-    bus_ids : sequence of str
-        PCI bus ids of the GPUs that CUDA shows, in its order.
+    topology: of one server.
+    gpus: GPU numbers in the topology; None for all that can be seen.
+    bus_ids: PCI bus ids of the GPUs that CUDA shows, in its order.
 
-    Raises
-    ------
-    UsageError
-        The topology has several servers or is of another machine; a GPU that is asked for cannot be seen; bus ids
-        are needed, or do not tell GPUs apart.
-
-    Examples
-    --------
     >>> import topoplan
     >>> shown = [f"0000:{bus}:00.0" for bus in ("0a", "06", "07", "0b")]
     >>> seen, notes = match_gpus(topoplan.load("v100x4"), [0, 3], shown)
@@ -183,13 +166,7 @@ def run_gpus(
 
 
 def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """The GPU number of every rank.
-
-    Raises
-    ------
-    UsageError
-        A rank ran where the machine has no GPU, or two ran on one.
-    """
+    """The GPU number of every rank."""
     found = (
         _ranks_by_name(ranks, machine)
         or _ranks_by_bus_id(ranks, machine)
@@ -302,8 +279,6 @@ _WITH_BUS_ID = ("gpu", "nic", "pcie", "nvswitch")
 def matching_devices(a: Topology, b: Topology) -> dict[str, str]:
     """The device of ``a`` for each device of ``b`` that has one there.
 
-    Examples
-    --------
     >>> import topoplan
     >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15\\n"
     >>> found = matching_devices(topoplan.load("v100x4"), topoplan.load(text))

@@ -353,15 +353,9 @@ _MOST = 4
 class Diagnosis:
     """What is amiss in a machine.
 
-    Parameters
-    ----------
-    topology : Topology
-    resembles : str
-        The machine of the library that its first server is, is a part of, or is with faults; empty if none.
-    parts : int
-        GPUs of that machine.
-    faults : tuple of Fault
-        Of servers that are alike, those of the first, which name the others.
+    resembles: the machine of the library that its first server is, is a part of, or is with faults; empty if none.
+    parts: GPUs of that machine.
+    faults: of servers that are alike, those of the first, which name the others.
     """
 
     topology: Topology
@@ -378,12 +372,6 @@ class Diagnosis:
 def diagnose(topology: TopologyLike) -> Diagnosis:
     """Find what is amiss in a machine or cluster.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = diagnose(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
     >>> found.resembles, [fault.text for fault in found.faults]
@@ -414,14 +402,8 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
 def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -> tuple[str, ...]:
     """The faults of a machine as warnings, but for what its notes tell already; of many of one kind the first.
 
-    Parameters
-    ----------
-    topology : Topology
-    gpus : iterable of str or None
-        Leave out what hurts other GPUs than these.
+    gpus: leave out what hurts other GPUs than these.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine_warnings(topoplan.load("dgx-1v"))
     ()

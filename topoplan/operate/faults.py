@@ -46,20 +46,11 @@ Value = TypeVar("Value", bound=Hashable)
 class Fault:
     """One thing that is amiss.
 
-    Parameters
-    ----------
-    kind : str
-    devices : tuple of str
-        Those it hurts; of a link its two ends.
-    state, should_be : str
-        What is found, and what a healthy machine has, in words.
-    links : tuple of Link
-        The links as they should be: in place of those between the same devices, or where there are none.
-    servers : tuple of str
-        Other servers, wired alike, that have the same fault; ``links`` has theirs too.
+    devices: those it hurts; of a link its two ends.
+    state, should_be: what is found, and what a healthy machine has, in words.
+    links: the links as they should be: in place of those between the same devices, or where there are none.
+    servers: other servers, wired alike, that have the same fault; ``links`` has theirs too.
 
-    Examples
-    --------
     >>> Fault("link missing", ("gpu0", "gpu3"), "1 NVLink of 25 GB/s", "2 NVLinks of 25 GB/s").text
     'gpu0-gpu3: 1 NVLink of 25 GB/s, should be 2 NVLinks of 25 GB/s'
     """
@@ -93,8 +84,6 @@ class Fault:
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
     """The machine with the links of some faults as they should be.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> broken = topoplan.without_links(machine, ["gpu0-gpu3"])
@@ -111,15 +100,9 @@ def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
 def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterable[str] = ()) -> list[Fault]:
     """Faults of links of one sort, both directions of a pair in one, in the order of ``want``.
 
-    Parameters
-    ----------
-    have, want : mapping of (str, str) to Link
-        What is there, and what should be, by source and destination.
-    gpus : iterable of str
-        GPUs that should have NVLinks; of one that has none at all that is one fault.
+    have, want: what is there, and what should be, by source and destination.
+    gpus: GPUs that should have NVLinks; of one that has none at all that is one fault.
 
-    Examples
-    --------
     >>> wires = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 50.0, 2)}
     >>> half = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 25.0, 2)}
     >>> print(compared(half, wires)[0].text)
@@ -199,8 +182,6 @@ def _worded(link: Link) -> str:
 def nvlinks(count: int, rate: float) -> str:
     """Wires in words.
 
-    Examples
-    --------
     >>> nvlinks(1, 25.0), nvlinks(6, 12.5)
     ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
     """
@@ -210,8 +191,6 @@ def nvlinks(count: int, rate: float) -> str:
 def most_have(values: Iterable[Value]) -> Value | None:
     """What more than half of the values are; None where there is no such value.
 
-    Examples
-    --------
     >>> most_have([6, 6, 4]), most_have([6, 4])
     (6, None)
     """

@@ -23,11 +23,7 @@ from topoplan.reading.slurm import fold_hostlist
 class RankPlacement:
     """Where a rank runs.
 
-    Parameters
-    ----------
-    host : str
-    slot : int
-        Number of the GPU in its host.
+    slot: number of the GPU in its host.
     """
 
     host: str
@@ -37,8 +33,6 @@ class RankPlacement:
 def hosts_of(topology: Topology) -> tuple[str, ...]:
     """The host of every GPU, in the order of the machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> hosts_of(topoplan.load("gb200-nvl72"))[:6]
     ('s0-0', 's0-0', 's0-0', 's0-0', 's0-1', 's0-1')
@@ -83,19 +77,9 @@ def rank_placements(
 ) -> tuple[RankPlacement, ...]:
     """The seat of every rank.
 
-    Parameters
-    ----------
-    topology : Topology
-        All GPUs that are there, so that a GPU has its number in its host.
-    order : sequence of int
-        The GPU of each rank.
-    names : sequence of str
-        Of the hosts, in the order of the machine, where they are not the machine's own.
-
-    Raises
-    ------
-    UsageError
-        Other names than hosts, or a name twice.
+    topology: all GPUs that are there, so that a GPU has its number in its host.
+    order: the GPU of each rank.
+    names: of the hosts, in the order of the machine, where they are not the machine's own.
     """
     hosts = hosts_of(topology)
     own = list(dict.fromkeys(hosts))
@@ -118,8 +102,6 @@ def rank_placements(
 def rankfile(ranks: Sequence[RankPlacement]) -> str:
     """Open MPI's rankfile.
 
-    Examples
-    --------
     >>> print(rankfile([RankPlacement("a", 1), RankPlacement("b", 0)]), end="")
     rank 0=a slot=1
     rank 1=b slot=0
@@ -130,13 +112,6 @@ def rankfile(ranks: Sequence[RankPlacement]) -> str:
 def hostfile(ranks: Sequence[RankPlacement]) -> str:
     """Open MPI's hostfile: hosts in order, with their slots.
 
-    Raises
-    ------
-    UsageError
-        The ranks of a host do not follow one another, which such a file cannot say.
-
-    Examples
-    --------
     >>> print(hostfile([RankPlacement("b", 0), RankPlacement("b", 1), RankPlacement("a", 0)]), end="")
     b slots=2
     a slots=1
@@ -158,8 +133,6 @@ def slurm_hosts(ranks: Sequence[RankPlacement]) -> str:
 def usage(format_name: str, ranks: Sequence[RankPlacement], path: str) -> tuple[str, ...]:
     """How a file is used, and which GPU a rank has to take where the launcher would give it another.
 
-    Examples
-    --------
     >>> usage("hostfile", [RankPlacement("a", 1), RankPlacement("a", 0)], "hosts")
     ('mpirun --hostfile hosts', 'on a the ranks take GPUs 1,0 in this order: CUDA_VISIBLE_DEVICES=1,0')
     >>> usage("rankfile", [RankPlacement("a", 4), RankPlacement("a", 7)], "ranks")[1]

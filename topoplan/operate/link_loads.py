@@ -35,16 +35,10 @@ from topoplan.schedules.nccl_server_channels import Loads, NcclServerRoutes, sum
 class OrderRates:
     """What an order gives, in GB/s.
 
-    Parameters
-    ----------
-    ring : Fraction
-        Bus bandwidth of the ring that follows the ranks.
-    tree : Fraction or None
-        Algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
-    between_servers : int
-        Hops of the ring from one server to another.
-    between_switches : Fraction
-        How often the ring crosses a link between two switches of the network.
+    ring: bus bandwidth of the ring that follows the ranks.
+    tree: algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
+    between_servers: hops of the ring from one server to another.
+    between_switches: how often the ring crosses a link between two switches of the network.
     """
 
     ring: Fraction
@@ -62,19 +56,8 @@ class OrderRates:
 class HopLoads:
     """The hops of a machine or cluster; all GPUs are ranks.
 
-    Parameters
-    ----------
-    topology : Topology
-    channels : str
-        As for `topoplan.plan`: over which wires servers are joined.
+    channels: as for `topoplan.plan`: over which wires servers are joined.
 
-    Raises
-    ------
-    InfeasibleError
-        The wires do not join the GPUs.
-
-    Examples
-    --------
     GPU 3 of a DGX-1V has no NVLink to GPU 4, which is reached through another GPU:
 
     >>> import topoplan
@@ -220,8 +203,6 @@ class HopLoads:
 def tree_edges(count: int) -> list[tuple[int, int]]:
     """Edges of both of NCCL's trees over so many servers, each as two places in their order.
 
-    Examples
-    --------
     >>> tree_edges(3)
     [(1, 2), (2, 0), (2, 0), (0, 1)]
     """
@@ -238,14 +219,9 @@ Places = NDArray[np.int64]
 class HopTable:
     """Hops between some places, over the links that differ: what a byte costs on each, in seconds per GB.
 
-    Parameters
-    ----------
-    rows : N x N loads
-        Of the hop from place i to place j; the diagonal is not looked at.
-    homes : sequence of int
-        Server of every place.
-    extra : loads or None
-        What is on the links besides.
+    rows: of the hop from place i to place j; the diagonal is not looked at.
+    homes: server of every place.
+    extra: what is on the links besides.
     """
 
     def __init__(

@@ -71,23 +71,14 @@ Factors = tuple[tuple[int, ...], ...]
 class MeshPlacement:
     """The ranks of a mesh on GPUs.
 
-    Parameters
-    ----------
-    ranks : tuple of int
-        The GPU of each rank, as its place in the machine.
-    factors : tuple of tuples of int
-        Of every axis its extent on each level; empty where the axes do not follow the levels.
-    alone : tuple of Fraction
-        GB/s of algorithm bandwidth of each axis that runs, its groups alone.
-    together : Fraction
-        GB/s of algorithm bandwidth of an axis of weight 1, all at once.
-    packed : float or None
-        The same with trees planned together; None where they were not planned.
-    proved : bool
-        Whether no trees are faster than those.
-    nested : tuple of str
-        Where the axes do not follow the levels: their names from the outermost to the innermost along the GPUs; empty
-        for ranks as given.
+    ranks: the GPU of each rank, as its place in the machine.
+    factors: of every axis its extent on each level; empty where the axes do not follow the levels.
+    alone: GB/s of algorithm bandwidth of each axis that runs, its groups alone.
+    together: GB/s of algorithm bandwidth of an axis of weight 1, all at once.
+    packed: the same with trees planned together; None where they were not planned.
+    proved: whether no trees are faster than those.
+    nested: where the axes do not follow the levels: their names from the outermost to the innermost along the GPUs;
+    empty for ranks as given.
     """
 
     ranks: tuple[int, ...]
@@ -108,18 +99,10 @@ class MeshPlacement:
 class MeshOrder:
     """The placements of a mesh, best first, beside the ranks as given.
 
-    Parameters
-    ----------
-    axes : tuple of (str, int)
-    weights : tuple of (str, Fraction)
-        The axes that run.
-    levels : tuple of (str, int)
-        What a level is called and how many parts it has: GPUs in a server, servers on a switch, and so on.
-    given : Placement
-    placements : tuple of Placement
-        Of equal rates the first only.
-    order : RankOrder
-        The best order for one ring over all ranks.
+    weights: the axes that run.
+    levels: what a level is called and how many parts it has: GPUs in a server, servers on a switch, and so on.
+    placements: of equal rates the first only.
+    order: the best order for one ring over all ranks.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -138,13 +121,6 @@ class MeshOrder:
 def preset_weights(preset: str, mesh: Mapping[str, int]) -> dict[str, Fraction]:
     """Weights of the axes of a mesh that have two ranks or more.
 
-    Raises
-    ------
-    UsageError
-        The preset is unknown, or knows nothing of an axis.
-
-    Examples
-    --------
     >>> {axis: int(weight) for axis, weight in preset_weights("megatron", {"dp": 4, "tp": 8}).items()}
     {'dp': 1, 'tp': 40}
     """
@@ -172,26 +148,10 @@ def best_mesh(
 ) -> MeshOrder:
     """The placement whose axes run fastest at once.
 
-    Parameters
-    ----------
-    topology : Topology
-        All its GPUs are ranks.
-    mesh, axes : mapping
-        As for `topoplan.plan_mesh`.
-    collective : str
-    given : sequence of int or None
-        The GPU of every rank as it is now.
-    channels : str
+    topology: all its GPUs are ranks.
+    mesh, axes: as for `topoplan.plan_mesh`.
+    given: the GPU of every rank as it is now.
 
-    Raises
-    ------
-    UsageError
-        The mesh does not fit the GPUs, or as `topoplan.plan_mesh`.
-    InfeasibleError
-        As `best_order`.
-
-    Examples
-    --------
     Where both axes need the same rate, dp goes into the servers, and tp half way across:
 
     >>> import topoplan
@@ -384,8 +344,6 @@ def _packed(
 def reordered(topology: Topology, order: Sequence[int]) -> Topology:
     """The machine with its GPUs numbered in an order.
 
-    Examples
-    --------
     >>> import topoplan
     >>> reordered(topoplan.load("v100x4"), [2, 0, 1, 3]).gpus
     ('gpu2', 'gpu0', 'gpu1', 'gpu3')

@@ -36,14 +36,8 @@ MOST_RANKS, MOST_SERVERS = 128, 32
 def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction:
     """GB/s of bus bandwidth that the ring in no order exceeds.
 
-    Parameters
-    ----------
-    hops : HopLoads
-    groups : sequence of sequences of int
-        Sets of servers whose way out is looked at, besides the links that leave each server.
+    groups: sets of servers whose way out is looked at, besides the links that leave each server.
 
-    Examples
-    --------
     >>> import topoplan
     >>> float(ring_bound(HopLoads(topoplan.load("dgx-1v"))))
     50.0
@@ -206,19 +200,11 @@ Levels = tuple[tuple[Order, ...], ...]
 class RankOrder:
     """An order of the ranks of a machine, beside the order as given.
 
-    Parameters
-    ----------
-    ranks : tuple of int
-        The best order: places of the GPUs in the machine.
-    given : tuple of int
-    before, after : OrderRates
-        What the order as given and the best one give.
-    bound : Fraction
-        GB/s of bus bandwidth that the ring in no order exceeds.
-    proof : str
-        ``enumerated``: all orders were tried; ``bound``: the ring meets the bound; empty where nothing is proved.
-    levels : tuple of tuples of tuples of int
-        Servers in groups that are near each other, from single servers up: numbers of servers.
+    ranks: the best order: places of the GPUs in the machine.
+    before, after: what the order as given and the best one give.
+    bound: GB/s of bus bandwidth that the ring in no order exceeds.
+    proof: ``enumerated``: all orders were tried; ``bound``: the ring meets the bound; empty where nothing is proved.
+    levels: servers in groups that are near each other, from single servers up: numbers of servers.
     """
 
     ranks: Order
@@ -235,24 +221,10 @@ def best_order(
 ) -> RankOrder:
     """The order of ranks that makes the ring, and then the tree, fastest.
 
-    Parameters
-    ----------
-    topology : Topology
-        All its GPUs are ranks.
-    given : sequence of int or None
-        The order as it is now; that of the machine for None.
-    channels : str
-        As for `topoplan.plan`.
+    topology: all its GPUs are ranks.
+    given: the order as it is now; that of the machine for None.
+    channels: as for `topoplan.plan`.
 
-    Raises
-    ------
-    UsageError
-        ``given`` is no order of the GPUs, or there is one GPU alone.
-    InfeasibleError
-        The GPUs are not joined, or no order has a way for every hop.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = best_order(topoplan.load("dgx-1v"))
     >>> found.ranks, float(found.before.ring), float(found.after.ring), found.proof
@@ -289,8 +261,6 @@ def near_servers(hops: HopLoads) -> Levels:
 
     Where the switches make no tree, or NICs are on several, servers are together that are within so many links.
 
-    Examples
-    --------
     >>> import topoplan
     >>> near_servers(HopLoads(topoplan.load("fat-tree:2")))
     (((0,), (1,)), ((0, 1),))

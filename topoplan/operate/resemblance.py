@@ -142,14 +142,9 @@ LEAST_WHOLE = 8
 class Resemblance:
     """What a server should be.
 
-    Parameters
-    ----------
-    machine : Topology or None
-        The machine of the library; None where it resembles none.
-    exact : bool
-        Whether every pair of GPUs has what it has there.
-    wires : tuple of Link
-        NVLinks as they should be, both directions, between the server's own devices; empty without a machine.
+    machine: the machine of the library; None where it resembles none.
+    exact: whether every pair of GPUs has what it has there.
+    wires: NVLinks as they should be, both directions, between the server's own devices; empty without a machine.
     """
 
     machine: Topology | None = None
@@ -167,8 +162,6 @@ class Resemblance:
 def resemblance(server: Topology) -> Resemblance:
     """The machine of the library that a server is, or is an allocation of, or is with faults.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> found = resemblance(topoplan.without_links(machine, ["gpu0-gpu3"]))
@@ -211,17 +204,11 @@ def _known(name: str) -> tuple[Topology, NvlinkShape]:
 class NvlinkShape:
     """NVLinks of a server.
 
-    Parameters
-    ----------
-    gpus : tuple of str
-    sort : str
-        ``direct`` between GPUs, ``switched``, ``none``, or ``mixed``.
-    carried : tuple of tuple of float
-        GB/s between each two GPUs, the faster of both directions, or where it is switched in column 0 to the switches.
-    wires : tuple of int
-        Most NVLinks of each GPU in one direction.
-    rate : float
-        GB/s of one whole wire.
+    sort: ``direct`` between GPUs, ``switched``, ``none``, or ``mixed``.
+    carried: GB/s between each two GPUs, the faster of both directions, or where it is switched in column 0 to the
+    switches.
+    wires: most NVLinks of each GPU in one direction.
+    rate: GB/s of one whole wire.
     """
 
     gpus: tuple[str, ...]
@@ -240,8 +227,6 @@ class NvlinkShape:
 def shape_of(server: Topology) -> NvlinkShape:
     """The NVLinks of a server as they matter here.
 
-    Examples
-    --------
     >>> import topoplan
     >>> shape = shape_of(topoplan.load("dgx-2"))
     >>> shape.sort, shape.carried[0], shape.wires[0], shape.rate

@@ -46,12 +46,8 @@ class MeasuredCopy:
 class LinkSpeeds:
     """What copies say of the bandwidth of links.
 
-    Parameters
-    ----------
-    measured : dict of key to float
-        GB/s of the links that are measured.
-    at_least : dict of key to float
-        GB/s of the links of which only a lower bound is known, as stated or as high as that bound.
+    measured: GB/s of the links that are measured.
+    at_least: GB/s of the links of which only a lower bound is known, as stated or as high as that bound.
     """
 
     measured: Mapping[LinkKey, float]
@@ -94,8 +90,6 @@ def link_speeds(copies: Sequence[MeasuredCopy]) -> LinkSpeeds:
 
     A copy is striped over the links of a stage in proportion to what is stated; its shares stand for it there.
 
-    Examples
-    --------
     >>> from topoplan.operate.calibration.fit import HockneyLine
     >>> wide, narrow = Link("gpu0", "pcie0", "pcie", 12), Link("pcie0", "gpu1", "pcie", 8)
     >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 7.5, 0)), CopyRoute("pcie", ((wide,), (narrow,))))
@@ -165,8 +159,6 @@ def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:
 def significant(value: float, digits: int) -> float:
     """A number with so many significant digits.
 
-    Examples
-    --------
     >>> significant(24.3187, 4), significant(0.000012345, 3)
     (24.32, 1.23e-05)
     """
@@ -182,8 +174,6 @@ def link_latencies(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, float]:
     median over its routes, so where the copies of two ends agree, their alphas add up again. Copies through the host
     count only for links that no other copy crosses.
 
-    Examples
-    --------
     >>> from topoplan.operate.calibration.fit import HockneyLine
     >>> up, down = Link("gpu0", "nvswitch0", "nvlink", 150), Link("nvswitch0", "gpu1", "nvlink", 150)
     >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 130, 0)), CopyRoute("nvlink", ((up,), (down,))))
@@ -224,8 +214,6 @@ _SHOWN = 8
 def source_of(topology: Topology, measurement: Measurement, date: str) -> str:
     """Date and method in front of where the other figures come from; an earlier calibration is forgotten.
 
-    Examples
-    --------
     >>> from topoplan.machine.topology import Topology
     >>> first = Measurement("by hand", (1, 2), 5, ())
     >>> once = source_of(Topology("pair", (), (), source="a paper"), first, "2026-11-21")
@@ -349,8 +337,6 @@ def _copy_notes(
 def abbreviated(texts: Iterable[str]) -> str:
     """The first of many, and how many more there are.
 
-    Examples
-    --------
     >>> abbreviated(f"gpu{i}" for i in range(12))
     'gpu0, gpu1, gpu2, gpu3, gpu4, gpu5, gpu6, gpu7 and 4 more'
     """
@@ -366,13 +352,8 @@ LATENCY_DIGITS = 3
 class Pair:
     """What was measured from one GPU to another, beside what the topology states.
 
-    Parameters
-    ----------
-    fit : PairFit
-    route : Route or None
-        The links that the copies crossed; None where the topology shows no way.
-    odd : str
-        How it deviates from pairs that are joined alike, such as ``25 GB/s (usual: 50)``; empty where it does not.
+    route: the links that the copies crossed; None where the topology shows no way.
+    odd: how it deviates from pairs that are joined alike, such as ``25 GB/s (usual: 50)``; empty where it does not.
     """
 
     fit: PairFit
@@ -389,16 +370,10 @@ class Pair:
 class Calibration:
     """A measured machine.
 
-    Parameters
-    ----------
-    topology : Topology
-        With measured bandwidths, latencies and times of switching peer access.
-    pairs : tuple of Pair
-        In the order of the measurement.
-    measurement : Measurement
-        What it was made from.
-    notes : tuple of str
-        What the measurement says beyond the numbers; they are among the topology's.
+    topology: with measured bandwidths, latencies and times of switching peer access.
+    pairs: in the order of the measurement.
+    measurement: what it was made from.
+    notes: what the measurement says beyond the numbers; they are among the topology's.
     """
 
     topology: Topology
@@ -410,24 +385,10 @@ class Calibration:
 def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Calibration:
     """Put measured copies into a topology.
 
-    Parameters
-    ----------
-    topology : Topology
-        As stated; notes of an earlier calibration are dropped.
-    measurement : Measurement
-        Of GPUs of this topology.
-    date : str
-        When it was measured, such as ``2026-11-21``.
+    topology: as stated; notes of an earlier calibration are dropped.
+    measurement: of GPUs of this topology.
+    date: when it was measured, such as ``2026-11-21``.
 
-    Raises
-    ------
-    UsageError
-        The copies of a pair do not tell its bandwidth.
-    TopologyError
-        A pair names a device that the topology does not have.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.calibration.fit import Measurement, PairSamples
     >>> times = tuple((n << 20, (1e-5 + (n << 20) / 24e9,) * 3) for n in (1, 16, 256))

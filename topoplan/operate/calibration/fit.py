@@ -30,19 +30,9 @@ from topoplan.units import format_size
 class PairSamples:
     """Times of copies from one GPU to another.
 
-    Parameters
-    ----------
-    src, dst : str
-        Device names; data runs from ``src`` to ``dst``.
-    times : tuple of (int, tuple of float)
-        Bytes, ascending, and the seconds of every repeat.
-    through_host : bool
-        The GPUs may not reach each other: the driver takes every copy through the memory of the host.
-
-    Raises
-    ------
-    UsageError
-        Fewer than two sizes, sizes that do not ascend, or a time that is not above zero.
+    src, dst: device names; data runs from ``src`` to ``dst``.
+    times: bytes, ascending, and the seconds of every repeat.
+    through_host: the GPUs may not reach each other: the driver takes every copy through the memory of the host.
     """
 
     src: str
@@ -74,14 +64,9 @@ class PairSamples:
 class MemoryCopy:
     """Copies inside the memory of one GPU.
 
-    Parameters
-    ----------
-    gpu : str
-        Device name.
-    nbytes : int
-        Bytes copied.
-    bandwidth : float
-        GB/s of memory traffic: every byte is read once and written once, and both count.
+    gpu: device name.
+    nbytes: bytes copied.
+    bandwidth: GB/s of memory traffic: every byte is read once and written once, and both count.
     """
 
     gpu: str
@@ -93,22 +78,13 @@ class MemoryCopy:
 class Measurement:
     """All that a meter found out.
 
-    Parameters
-    ----------
-    method : str
-        How, in a few words, such as ``CuPy 13.4 peer copies``.
-    sizes : tuple of int
-        Bytes of the copies, ascending.
-    repeats : int
-        Copies of each size, the warm-up not counted.
-    pairs : tuple of PairSamples
-        One for each measured pair and direction.
-    peer_access : tuple of (int, float)
-        Seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
-    memory : MemoryCopy or None
-        Where there is one GPU, and so no pair.
-    notes : tuple of str
-        What could not be measured, or was taken for granted.
+    method: how, in a few words, such as ``CuPy 13.4 peer copies``.
+    sizes: bytes of the copies, ascending.
+    repeats: copies of each size, the warm-up not counted.
+    pairs: one for each measured pair and direction.
+    peer_access: seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
+    memory: where there is one GPU, and so no pair.
+    notes: what could not be measured, or was taken for granted.
     """
 
     method: str
@@ -137,25 +113,11 @@ class Meter(Protocol):
     ) -> Measurement:
         """Time copies between every two of some GPUs, in both directions.
 
-        Parameters
-        ----------
-        topology : Topology
-            The machine, as far as it is known; names the GPUs.
-        gpus : sequence of int or None
-            GPU numbers in the topology; None for all that can be seen.
-        sizes : sequence of int
-            Bytes of the copies, two or more, ascending.
-        repeats : int
-            Copies of each size.
-        progress : callable or None
-            Told what is being measured.
-
-        Raises
-        ------
-        UsageError
-            GPUs or sizes do not fit the machine.
-        ProbeError
-            Hardware or driver did not answer; the message names the pair.
+        topology: the machine, as far as it is known; names the GPUs.
+        gpus: GPU numbers in the topology; None for all that can be seen.
+        sizes: bytes of the copies, two or more, ascending.
+        repeats: copies of each size.
+        progress: told what is being measured.
         """
 
 
@@ -167,14 +129,9 @@ LATENCY_ONLY = 0.1
 class HockneyLine:
     """t(n) = alpha + n / bandwidth.
 
-    Parameters
-    ----------
-    alpha : float
-        Seconds, zero or more.
-    bandwidth : float
-        GB/s.
-    distance : float
-        Mean over the sizes of what the line is off the median there, relative to the median.
+    alpha: seconds, zero or more.
+    bandwidth: GB/s.
+    distance: mean over the sizes of what the line is off the median there, relative to the median.
     """
 
     alpha: float
@@ -190,14 +147,9 @@ class HockneyLine:
 class Outlier:
     """A repeat that is off the median of its size.
 
-    Parameters
-    ----------
-    nbytes : int
-        Size of the copy.
-    repeat : int
-        Which of the repeats, counted from 1.
-    seconds, median : float
-        What it took, and what the repeats of this size usually take.
+    nbytes: size of the copy.
+    repeat: which of the repeats, counted from 1.
+    seconds, median: what it took, and what the repeats of this size usually take.
     """
 
     nbytes: int
@@ -213,15 +165,9 @@ class Outlier:
 class PairFit:
     """What the copies from one GPU to another say.
 
-    Parameters
-    ----------
-    src, dst : str
-        Device names.
-    line : Line
-    through_host : bool
-        As in `PairSamples`.
-    outliers : tuple of Outlier
-        They have moved a median, not the fit.
+    src, dst: device names.
+    through_host: as in `PairSamples`.
+    outliers: they have moved a median, not the fit.
     """
 
     src: str
@@ -239,22 +185,12 @@ class PairFit:
 def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
     """The line of least relative distance through (bytes, seconds), with alpha >= 0.
 
-    Parameters
-    ----------
-    points : sequence of (int, float)
-        Two or more different sizes; times above zero.
-
-    Raises
-    ------
-    UsageError
-        The times hardly grow with the sizes, so that no bandwidth can be told.
+    points: two or more different sizes; times above zero.
 
     Notes
     -----
     All lines through two of n points are tried: O(n^3).
 
-    Examples
-    --------
     10 us and 25 GB/s, but the third time is three times too long:
 
     >>> times = [(n << 20, 1e-5 + (n << 20) / 25e9) for n in (1, 2, 4, 8, 16)]
@@ -284,13 +220,6 @@ def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
 def fit_pair(samples: PairSamples) -> PairFit:
     """Latency and bandwidth of a pair, and the repeats that stand out (see `outlying`).
 
-    Raises
-    ------
-    UsageError
-        As `fit_line`; the message begins with the pair.
-
-    Examples
-    --------
     >>> times = tuple((n << 20, (1e-5 + n / 24e3,) * 4 + (1e-3,)) for n in (1, 4, 16))
     >>> [str(outlier) for outlier in fit_pair(PairSamples("gpu0", "gpu1", times)).outliers]
     ['1MB repeat 5 (19.4x)', '4MB repeat 5 (5.66x)', '16MB repeat 5 (1.48x)']
@@ -319,8 +248,6 @@ _NORMAL = 1.4826
 def outlying(values: Sequence[float]) -> tuple[int, ...]:
     """Positions of the values that stand out.
 
-    Examples
-    --------
     >>> outlying([10.1, 10.0, 31.0, 9.9, 10.2])
     (2,)
     >>> outlying([10.0, 10.0, 10.0, 10.5]), outlying([1.0, 2.0])

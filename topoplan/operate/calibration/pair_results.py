@@ -46,12 +46,7 @@ class ResultLine:
 class PairResults:
     """A file of results.
 
-    Parameters
-    ----------
-    one_way : bool
-    calibrated : bool
-        `topoplan calibrate` made it: it measures pairs that it chooses itself.
-    lines : tuple of Line
+    calibrated: `topoplan calibrate` made it: it measures pairs that it chooses itself.
     """
 
     one_way: bool
@@ -62,13 +57,6 @@ class PairResults:
 def parse_results(text: str) -> PairResults:
     """The results in a text.
 
-    Raises
-    ------
-    UsageError
-        It is empty, cut, or holds what is no pair with its rate; the message names the line.
-
-    Examples
-    --------
     >>> parse_results("a,b,GB/s\\ns0.gpu0,s1.gpu0,11.5\\n").lines
     (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5, together=''),)
     """
@@ -160,8 +148,6 @@ def unknown_hosts(results: PairResults, topology: Topology) -> tuple[str, ...]:
 def rename_servers(topology: Topology, hosts: Mapping[str, str]) -> Topology:
     """Return a cluster some of whose servers go by the names of their hosts, and their devices with them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
     >>> rename_servers(pair, {"s1": "node02"}).gpus[3:5]
@@ -204,20 +190,9 @@ def match_results(
 ) -> tuple[MeasuredPair, ...]:
     """The tests that results are of.
 
-    Parameters
-    ----------
-    results : Results
-    possible : PairTests
-        Of the machine, one way or both ways as the results are.
-    asked : sequence of PairTest or None
-        Those that were to be run; None for any.
-    fill : sequence of PairTest
-        Those of rounds that fill wide links.
-
-    Raises
-    ------
-    UsageError
-        A result names what is no GPU of the machine, two that are no pair, or a pair that was not asked for.
+    possible: of the machine, one way or both ways as the results are.
+    asked: those that were to be run; None for any.
+    fill: those of rounds that fill wide links.
     """
     tests = possible.named(fill)
     wanted = None if asked is None else {test.name for test in asked}

@@ -32,23 +32,14 @@ _EFFORT = 60_000
 class Rounds:
     """Rounds of tests.
 
-    Parameters
-    ----------
-    rounds : tuple of tuple of PairTest
-    fewest : int
-        No plan with the same aim has fewer rounds than this.
-    why : str
-        What shows it.
-    times : int
-        How often each link was to be crossed, where so many tests cross it.
-    links : int
-        Links that are crossed, all that any test crosses.
-    classes, finest : int
-        Sets of links that the tests of these rounds cannot tell apart, and those that all tests together could not.
-    wide : tuple of (str, float, float)
-        Links that no test fills: name, GB/s, and the GB/s below which a test sees them slow.
-    fill : tuple of tuple of PairTest
-        Rounds of `fill_rounds`, where they were asked for.
+    fewest: no plan with the same aim has fewer rounds than this.
+    why: what shows it.
+    times: how often each link was to be crossed, where so many tests cross it.
+    links: links that are crossed, all that any test crosses.
+    classes, finest: sets of links that the tests of these rounds cannot tell apart, and those that all tests together
+    could not.
+    wide: links that no test fills: name, GB/s, and the GB/s below which a test sees them slow.
+    fill: rounds of `fill_rounds`, where they were asked for.
     """
 
     rounds: tuple[tuple[PairTest, ...], ...]
@@ -72,8 +63,6 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES, fill: bool = False) 
 
     With ``fill`` there are rounds besides that fill the wide links between switches (see `fill_rounds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.calibration.pair_tests import possible_tests
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)

@@ -31,20 +31,13 @@ FILLED = " filled"
 class PairTest:
     """A test of two GPUs.
 
-    Parameters
-    ----------
-    src, dst : str
-        Names of the two; data runs from ``src`` to ``dst``, and back too where the test is both ways.
-    channel : str
-        Of the route, as in `CopyRoute`.
-    rate : float
-        GB/s that the links let through each way, as stated.
-    out, back : mapping of key to float
-        GB/s that the test takes of each link on its way at that rate; ``back`` is empty where it is one way.
-    together : str
-        Name of the round in which it fills wide links together with others (see
-        `topoplan.operate.calibration.pair_rounds`); their channel is then there a second time, as ``network filled``.
-        Empty for a test by itself.
+    src, dst: names of the two; data runs from ``src`` to ``dst``, and back too where the test is both ways.
+    channel: of the route, as in `CopyRoute`.
+    rate: GB/s that the links let through each way, as stated.
+    out, back: GB/s that the test takes of each link on its way at that rate; ``back`` is empty where it is one way.
+    together: name of the round in which it fills wide links together with others (see
+    `topoplan.operate.calibration.pair_rounds`); their channel is then there a second time, as ``network filled``. Empty
+    for a test by itself.
     """
 
     src: str
@@ -75,15 +68,9 @@ class PairTest:
 class PairTests:
     """All tests that a machine allows.
 
-    Parameters
-    ----------
-    ends : tuple of str
-        GPUs that take part.
-    tests : tuple of PairTest
-    one_way : bool
-        Each test is one way; every two ends then have two.
-    alone : tuple of str
-        GPUs that no other end can be reached from.
+    ends: GPUs that take part.
+    one_way: each test is one way; every two ends then have two.
+    alone: GPUs that no other end can be reached from.
     """
 
     topology: Topology
@@ -106,23 +93,10 @@ def possible_tests(
 ) -> PairTests:
     """The tests of two GPUs of an allocation.
 
-    Parameters
-    ----------
-    topology : Topology
-    gpus : sequence of int or None
-        The allocation; None for all.
-    every_gpu : bool
-        On a cluster, each GPU and not one for each NIC.
-    one_way : bool
-        From the first to the second alone.
+    gpus: the allocation; None for all.
+    every_gpu: on a cluster, each GPU and not one for each NIC.
+    one_way: from the first to the second alone.
 
-    Raises
-    ------
-    UsageError
-        Fewer than two GPUs, more ends than `MOST_ENDS`, or none can reach another.
-
-    Examples
-    --------
     >>> import topoplan
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)
     >>> found = possible_tests(four)
@@ -170,8 +144,6 @@ def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
 
     Its rate is what the links let through together, each way. None where no two of the ends reach each other.
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = possible_tests(topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=200, nics=4))
     >>> made = node_test(pair, "s0", "s1")
@@ -259,8 +231,6 @@ def _loads(route: CopyRoute, rate: float) -> dict[LinkKey, float]:
 def link_classes(tests: Sequence[PairTest]) -> tuple[tuple[LinkKey, ...], ...]:
     """The links that these tests cross, those together that no test crosses without the others.
 
-    Examples
-    --------
     The wires of a NIC and of the GPU that is tested over it are one class, both ways:
 
     >>> import topoplan
@@ -281,8 +251,6 @@ def link_classes(tests: Sequence[PairTest]) -> tuple[tuple[LinkKey, ...], ...]:
 def wire_names(links: Iterable[LinkKey]) -> tuple[str, ...]:
     """Names of some links: ``a-b`` where both directions are there, ``a>b`` for one; a NIC's two sides are the NIC.
 
-    Examples
-    --------
     >>> wire_names([("gpu0", "gpu1", "nvlink"), ("gpu1", "gpu0", "nvlink"), ("nic0.tx", "leaf0", "network")])
     ('gpu0-gpu1', 'nic0>leaf0')
     """

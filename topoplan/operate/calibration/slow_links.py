@@ -47,16 +47,10 @@ class MeasuredPair:
 class SlowClass:
     """Links of which one is slow, as far as pairs can tell.
 
-    Parameters
-    ----------
-    links : tuple of key
-        No test crosses one of them without the others.
-    rate : float
-        GB/s that pairs got over them: the median of those that they explain.
-    healthy : float
-        GB/s that these pairs should get.
-    pairs : tuple of str
-        The slow pairs that they explain.
+    links: no test crosses one of them without the others.
+    rate: GB/s that pairs got over them: the median of those that they explain.
+    healthy: GB/s that these pairs should get.
+    pairs: the slow pairs that they explain.
     """
 
     links: tuple[LinkKey, ...]
@@ -69,24 +63,15 @@ class SlowClass:
 class SlowLinkReport:
     """What the rates of pairs say.
 
-    Parameters
-    ----------
-    healthy : mapping of str to float
-        For each kind of wire, measured over stated of healthy pairs.
-    slow : tuple of Measured
-        Pairs that are below that by more than the tolerance, the slowest first.
-    named : tuple of SlowClass
-        In every smallest explanation.
-    alternatives : tuple of tuple of tuple of SlowClass
-        For each part where several explanations are as small: what each adds to the named ones, the likeliest first.
-    unexplained : tuple of Measured
-        Slow pairs all of whose links are cleared by other pairs.
-    unjudged : tuple of tuple of key
-        Classes that only slow pairs cross, and that are not in an explanation.
-    unmeasured : tuple of tuple of key
-        Links of the machine's tests that no result crosses.
-    fewest : bool
-        False where a part was too large for the exact search.
+    healthy: for each kind of wire, measured over stated of healthy pairs.
+    slow: pairs that are below that by more than the tolerance, the slowest first.
+    named: in every smallest explanation.
+    alternatives: for each part where several explanations are as small: what each adds to the named ones, the likeliest
+    first.
+    unexplained: slow pairs all of whose links are cleared by other pairs.
+    unjudged: classes that only slow pairs cross, and that are not in an explanation.
+    unmeasured: links of the machine's tests that no result crosses.
+    fewest: false where a part was too large for the exact search.
     """
 
     healthy: Mapping[str, float]
@@ -104,22 +89,10 @@ def attribute_slow_pairs(
 ) -> SlowLinkReport:
     """The links that make pairs slow.
 
-    Parameters
-    ----------
-    results : sequence of Measured
-        Several of one test count each.
-    tolerance : float
-        What a healthy pair may be below the others, relatively, and above them.
-    possible : sequence of PairTest
-        All tests of the machine, for the links that no result crosses.
+    results: several of one test count each.
+    tolerance: what a healthy pair may be below the others, relatively, and above them.
+    possible: all tests of the machine, for the links that no result crosses.
 
-    Raises
-    ------
-    UsageError
-        No result, or none above zero.
-
-    Examples
-    --------
     Four servers at one switch; whatever s2 takes part in gets 5 GB/s:
 
     >>> import topoplan

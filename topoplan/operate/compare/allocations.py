@@ -47,17 +47,11 @@ Groups = tuple[tuple[int, ...], ...]
 class AllocationClass:
     """Allocations with isomorphic fabrics.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        The representative: the lexicographically last member, as figures 14 to 16 of the Blink paper name them.
-    members : int
-        Number of allocations in the class.
-    allocations : tuple of tuple of int
-        The members in ascending order; empty where there are more than are listed.
-    channel : str or None
-        nvlink, all (NVLink islands with the PCIe between them) or pcie; None where no path joins the GPUs and so no
-        plan exists.
+    gpus: the representative: the lexicographically last member, as figures 14 to 16 of the Blink paper name them.
+    members: number of allocations in the class.
+    allocations: the members in ascending order; empty where there are more than are listed.
+    channel: nvlink, all (NVLink islands with the PCIe between them) or pcie; None where no path joins the GPUs and so
+    no plan exists.
     """
 
     gpus: tuple[int, ...]
@@ -75,35 +69,18 @@ def allocation_classes(
 ) -> tuple[AllocationClass, ...]:
     """Every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-        A machine of N GPUs.
-    sizes : collection of int or None
-        Numbers of GPUs to look at; 2 to N for None.
-    channels : str
-        auto, nvlink or pcie, as for `topoplan.plan`.
-    most_listed : int
-        Members of a class up to which they are listed.
+    topology: a machine of N GPUs.
+    sizes: numbers of GPUs to look at; 2 to N for None.
+    channels: auto, nvlink or pcie, as for `topoplan.plan`.
+    most_listed: members of a class up to which they are listed.
 
-    Returns
-    -------
-    tuple of AllocationClass
-        Ordered by number of GPUs, then by representative; none for a machine of one GPU. Allocations without a
-        path form classes of their own, compared on the last channel that was tried.
-
-    Raises
-    ------
-    UsageError
-        A size or channel that does not exist, or too many allocations; the message says how many and which
-        sizes are few enough.
+    Returns ordered by number of GPUs, then by representative; none for a machine of one GPU. Allocations without a path
+    form classes of their own, compared on the last channel that was tried.
 
     Notes
     -----
     Not all 2^N subsets are looked at: one for each vector of counts from groups of twins is enough.
 
-    Examples
-    --------
     The 46 classes of 3 to 8 GPUs of a DGX-1V that NVLink connects, as in Blink's figure 14.
 
     >>> import topoplan
@@ -261,8 +238,6 @@ def _check_number(topology: Topology, groups: Groups, sizes: Collection[int]) ->
 def connects(wiring: LabelledGraph, gpus: Sequence[int]) -> bool:
     """True where every GPU of the allocation reaches every other, over its GPUs and any forwarding devices.
 
-    Examples
-    --------
     >>> import topoplan
     >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("nvlink",))
     >>> connects(wiring, [1, 4, 5, 7]), connects(wiring, [0, 5])
@@ -297,8 +272,6 @@ def fingerprint(wiring: LabelledGraph, colours: Integers) -> object:
 def interchangeable_groups(wiring: LabelledGraph) -> Groups:
     """All GPUs in groups of twins, each ascending, ordered by their first GPU.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> interchangeable_groups(machine_labelled_graph(machine, ("pcie",)))
@@ -322,8 +295,6 @@ def interchangeable_groups(wiring: LabelledGraph) -> Groups:
 def vectors_by_size(groups: Groups) -> list[int]:
     """Number of count vectors for each number of GPUs from 0 to all.
 
-    Examples
-    --------
     >>> vectors_by_size(((0, 1), (2, 3)))
     [1, 2, 3, 2, 1]
     """
@@ -357,8 +328,6 @@ def count_vectors(groups: Groups, sizes: Collection[int]) -> Iterator[tuple[int,
 def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
     """The lexicographically last allocation of a count vector: the highest GPUs of each group.
 
-    Examples
-    --------
     >>> last_allocation(((0, 1, 2), (3, 4)), (2, 1))
     (1, 2, 4)
     """
@@ -372,8 +341,6 @@ def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
 def number_of_allocations(groups: Groups, counts: Sequence[int]) -> int:
     """How many allocations a count vector stands for.
 
-    Examples
-    --------
     >>> number_of_allocations((tuple(range(16)),), (8,))
     12870
     """

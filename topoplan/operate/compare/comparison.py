@@ -67,27 +67,12 @@ def compare(
 ) -> Comparison:
     """Compare trees with rings on one allocation.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels, nbytes : str, int or None
-        What the trees run over, and for which size, as in `topoplan.plan`; the rings choose for themselves.
+    collective: allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
+    gpus: the allocation; all GPUs for None.
+    root: GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels, nbytes: what the trees run over, and for which size, as in `topoplan.plan`; the rings choose for
+    themselves.
 
-    Raises
-    ------
-    UsageError
-        Unknown collective, a GPU or root that is not there.
-    InfeasibleError
-        No path joins the allocation.
-
-    Examples
-    --------
     NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
 
     >>> import topoplan
@@ -160,12 +145,8 @@ def nccl_rivals(
 ) -> tuple[dict[str, Plan], list[str]]:
     """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root
-        As for `compare`.
-    proved : Plan or Bound
-        Of the same request: schedules that do not go with its channels are left out.
+    topology, collective, gpus, root: as for `compare`.
+    proved: of the same request: schedules that do not go with its channels are left out.
     """
     rivals: dict[str, Plan] = {}
     missing = []
@@ -209,27 +190,12 @@ def compare_all(
 ) -> tuple[Comparison, ...]:
     """Compare trees with rings on one allocation of each class.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-    sizes : collection of int or None
-        Numbers of GPUs; 2 to N for None.
-    most_listed : int
-        Allocations of a class up to which they are listed.
-    progress : callable or None
-        Called with a line of text before each class.
+    sizes: numbers of GPUs; 2 to N for None.
+    most_listed: allocations of a class up to which they are listed.
+    progress: called with a line of text before each class.
 
-    Returns
-    -------
-    tuple of Comparison
-        Ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
-        the root.
-
-    Raises
-    ------
-    UsageError
-        Unknown collective or size, or too many allocations (see `allocation_classes`).
+    Returns ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
+    the root.
 
     Notes
     -----
@@ -238,8 +204,6 @@ def compare_all(
     binary tree, and a PCIe ring beside NVLink trees also depend on how the GPUs are numbered and sit on PCIe: these
     are the representative's.
 
-    Examples
-    --------
     >>> import topoplan
     >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
     >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
@@ -292,16 +256,11 @@ LATENCY, BANDWIDTH = "latency", "bandwidth"
 class Nics:
     """What leaves a server.
 
-    Parameters
-    ----------
-    servers, ranks : int
-        Servers of the allocation, and ranks on each; of unequal ones on that with the narrowest way out.
-    count : int
-        NICs of that server, or cables where it has none.
-    server, one : float
-        GB/s in one direction out of that server, and of its widest NIC.
-    factor, leaving : float
-        As the table above: what a byte of the buffer counts in bus bandwidth, and what of it must leave a server.
+    servers, ranks: servers of the allocation, and ranks on each; of unequal ones on that with the narrowest way out.
+    count: NICs of that server, or cables where it has none.
+    server, one: GB/s in one direction out of that server, and of its widest NIC.
+    factor, leaving: as the table above: what a byte of the buffer counts in bus bandwidth, and what of it must leave a
+    server.
     """
 
     servers: int
@@ -322,29 +281,16 @@ class Nics:
 class Attainable:
     """What a collective can reach on an allocation. Rates are GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    collective : str
-    gpus : tuple of int
-    channels : tuple of str
-        Wires that the bound speaks of.
-    nccl : tuple of (str, float)
-        Rates of what NCCL has, best first; of equal ones in the order of
-        `topoplan.operate.compare.comparison.NCCL_COLUMNS`.
-    best : float
-        What no schedule exceeds.
-    links : str
-        Which wires bind, in the words of the certificate.
-    factor : float
-        Bus bandwidth over algorithm bandwidth.
-    time : TimeBound
-        The least time of every schedule, by size.
-    nics : Nics or None
-        None within one server.
-    model : tuple of Expectation
-        What NCCL itself expects of each algorithm and protocol; empty where it has no model.
-    in_network : float or None
-        What no schedule exceeds if switches copied and added wherever they could; None where that is no more.
+    channels: wires that the bound speaks of.
+    nccl: rates of what NCCL has, best first; of equal ones in the order of
+    `topoplan.operate.compare.comparison.NCCL_COLUMNS`.
+    best: what no schedule exceeds.
+    links: which wires bind, in the words of the certificate.
+    factor: bus bandwidth over algorithm bandwidth.
+    time: the least time of every schedule, by size.
+    nics: None within one server.
+    model: what NCCL itself expects of each algorithm and protocol; empty where it has no model.
+    in_network: what no schedule exceeds if switches copied and added wherever they could; None where that is no more.
     """
 
     collective: str
@@ -383,20 +329,9 @@ def attainable(
 ) -> Attainable:
     """What NCCL and what any schedule can reach.
 
-    Parameters
-    ----------
-    topology : Topology
-        Its switches do what it says they do: see `topoplan.machine.variants.with_all_capabilities`.
-    collective, gpus, root
-        As for `topoplan.plan`.
+    topology: its switches do what it says they do: see `topoplan.machine.variants.with_all_capabilities`.
+    collective, gpus, root: as for `topoplan.plan`.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As for `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = attainable(topoplan.load("dgx-a100"))
     >>> [(name, round(rate, 1)) for name, rate in found.nccl], round(found.best, 1)

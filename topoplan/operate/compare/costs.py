@@ -29,16 +29,10 @@ from topoplan.units import TOLERANCE, bus_factor
 class WithoutServer:
     """What is left without one server, or without any one of several that are alike.
 
-    Parameters
-    ----------
-    servers : tuple of str
-        Empty where none is left out.
-    gpus : int
-        Ranks that are left.
-    rate, bus : float
-        GB/s of algorithm and of bus bandwidth; 0 where no path joins what is left.
-    gap : float
-        How far the rate is below its bound, relatively.
+    servers: empty where none is left out.
+    gpus: ranks that are left.
+    rate, bus: GB/s of algorithm and of bus bandwidth; 0 where no path joins what is left.
+    gap: how far the rate is below its bound, relatively.
     """
 
     servers: tuple[str, ...]
@@ -52,12 +46,7 @@ class WithoutServer:
 class ServerCosts:
     """All servers of an allocation, the one first without which the others are fastest.
 
-    Parameters
-    ----------
-    collective : str
-    whole : WithoutServer
-        With all of them.
-    rows : tuple of WithoutServer
+    whole: with all of them.
     """
 
     collective: str
@@ -88,20 +77,10 @@ def without_each_server(
 ) -> ServerCosts:
     """The rate of packed trees on all servers of an allocation, and without each of them.
 
-    Parameters
-    ----------
-    topology, collective, gpus, channels
-        As for `topoplan.plan`; a broadcast or reduce has its root on the first GPU that is left.
-    progress : callable or None
-        Called with a line of text before each plan.
+    topology, collective, gpus, channels: as for `topoplan.plan`; a broadcast or reduce has its root on the first GPU
+    that is left.
+    progress: called with a line of text before each plan.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; fewer than three servers.
-
-    Examples
-    --------
     One GPU of each of three DGX-1V with NICs of 100 Gb/s, and of one with 25:
 
     >>> import topoplan
@@ -188,12 +167,8 @@ TIME_LIMIT = 20.0
 class Cost:
     """Rates of a collective over all GPUs, in GB/s of algorithm bandwidth; 0 where no links join them.
 
-    Parameters
-    ----------
-    now, healthy : float
-        Of the machine as it is, and with all its faults mended.
-    alone : float
-        Of the machine with this fault and no other.
+    now, healthy: of the machine as it is, and with all its faults mended.
+    alone: of the machine with this fault and no other.
     """
 
     now: float
@@ -206,8 +181,6 @@ def costs_of(
 ) -> tuple[Cost, ...]:
     """What each fault costs a collective over all GPUs; nothing where there are fewer than two.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.diagnosis import diagnose
     >>> broken = topoplan.without_links("dgx-1v", ["gpu0-gpu3", "gpu5-gpu6"])

@@ -33,16 +33,11 @@ Bounds = tuple[float, ...]
 class Difference:
     """What the two descriptions say differently of one device or wire, or of several that are alike.
 
-    Parameters
-    ----------
-    what : str
-        Such as ``nvlink gpu-gpu``, ``device nic`` or ``numa of gpu``.
-    names : tuple of str
-        Devices, or wires as ``a-b`` (``a>b`` for one direction), under the first description's names where it has them.
-    a, b : str
-        What either says; `ABSENT` where it has nothing.
-    bounds : tuple of float or None
-        Of the first description with this difference alone; None where plans do not depend on it.
+    what: such as ``nvlink gpu-gpu``, ``device nic`` or ``numa of gpu``.
+    names: devices, or wires as ``a-b`` (``a>b`` for one direction), under the first description's names where it has
+    them.
+    a, b: what either says; `ABSENT` where it has nothing.
+    bounds: of the first description with this difference alone; None where plans do not depend on it.
     """
 
     what: str
@@ -56,12 +51,7 @@ class Difference:
 class Differences:
     """Two descriptions side by side.
 
-    Parameters
-    ----------
-    a, b : Topology
-    bounds_a, bounds_b : tuple of float
-        Of all GPUs of either.
-    rows : tuple of Difference
+    bounds_a, bounds_b: of all GPUs of either.
     """
 
     a: Topology
@@ -97,14 +87,8 @@ def differences(
 ) -> Differences:
     """What differs between two descriptions.
 
-    Parameters
-    ----------
-    a, b : Topology, or what `topoplan.load` takes
-    placed : function of Topology
-        What is bounded, such as a cluster of several of the machine.
+    placed: what is bounded, such as a cluster of several of the machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> found = differences(machine, topoplan.slow_links(machine, {"gpu0-gpu3": 25}))

@@ -54,18 +54,11 @@ Counts = NDArray[np.int64]
 class JobGpus:
     """The GPUs of one job. Rates are in GB/s of algorithm bandwidth; infinite for one GPU, where nothing moves.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        Ascending.
-    rate : float
-        Beside the other jobs.
-    alone : float
-        Of these GPUs with the machine for themselves.
-    best : float
-        Of the best set of as many GPUs.
-    shares_links : bool
-        Whether its links meet those of another job.
+    gpus: ascending.
+    rate: beside the other jobs.
+    alone: of these GPUs with the machine for themselves.
+    best: of the best set of as many GPUs.
+    shares_links: whether its links meet those of another job.
     """
 
     gpus: tuple[int, ...]
@@ -84,16 +77,10 @@ class JobGpus:
 class Division:
     """The best way to divide a machine among jobs.
 
-    Parameters
-    ----------
-    jobs : tuple of JobGpus
-        In the order in which their sizes were given.
-    ways : int
-        Ways that there are, about, up to swaps of twins.
-    proved : bool
-        Whether no other way has a larger least part.
-    complete : bool
-        Whether none is better in the sum of the parts either; else only the most promising were looked at.
+    jobs: in the order in which their sizes were given.
+    ways: ways that there are, about, up to swaps of twins.
+    proved: whether no other way has a larger least part.
+    complete: whether none is better in the sum of the parts either; else only the most promising were looked at.
     """
 
     jobs: tuple[JobGpus, ...]
@@ -117,24 +104,10 @@ def divide(
 ) -> Division:
     """The best way to divide a machine among jobs.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    sizes : sequence of int
-        GPUs of each job, one or more.
-    collective : str
-        What each job runs: allreduce, broadcast or reduce (from its first GPU), allgather or reduce_scatter.
-    free : sequence of int or None
-        GPUs to choose from; all for None.
-    progress : callable or None
+    sizes: GPUs of each job, one or more.
+    collective: what each job runs: allreduce, broadcast or reduce (from its first GPU), allgather or reduce_scatter.
+    free: GPUs to choose from; all for None.
 
-    Raises
-    ------
-    UsageError
-        More GPUs than there are, no set of a size that a path joins; as `recommend`.
-
-    Examples
-    --------
     Two halves of a DGX-1V are as good as each alone; pairs then take the doubled NVLinks:
 
     >>> import topoplan
@@ -452,8 +425,6 @@ class _Divider:
 def _number_of_ways(room: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """About how many ways there are: those in order, over the orders of equal jobs.
 
-    Examples
-    --------
     >>> _number_of_ways((1,) * 8, (2, 2, 2, 2)), _number_of_ways((2, 2, 2, 2), (4, 4)), _number_of_ways((16,), (8, 8))
     (105, 10, 1)
     """

@@ -27,13 +27,8 @@ ABOVE = 1.0005
 class JudgedRow:
     """A row of a log.
 
-    Parameters
-    ----------
-    collective : str
-        As the log or its test calls it where a plan has none.
-    row : LoggedRow
-    reachable : Reachable or None
-        None where nothing is compared.
+    collective: as the log or its test calls it where a plan has none.
+    reachable: None where nothing is compared.
     """
 
     collective: str
@@ -128,13 +123,7 @@ def _finite(rate: float | None) -> float | None:
 class JudgedRun:
     """A run of a log on a machine.
 
-    Parameters
-    ----------
-    run : PerfRun
-    gpus : tuple of int
-        Numbers of its GPUs on the machine, ascending; empty where nothing is compared.
-    rows : tuple of JudgedRow
-    notes, warnings : tuple of str
+    gpus: numbers of its GPUs on the machine, ascending; empty where nothing is compared.
     """
 
     run: PerfRun
@@ -159,22 +148,10 @@ def judge(
 ) -> JudgedRun:
     """A run beside what the wires allow.
 
-    Parameters
-    ----------
-    run : PerfRun
-    machine : Topology
-    reach : callable
-        What a collective, GPUs and the GPU number of a root can reach:
-        `topoplan.operate.compare.comparison.attainable`, each asked once.
-    gpus : sequence of int or None
-        The GPUs of the ranks, as the caller states them; None reads them from the log.
-    collective : str or None
-        What the test was, where the log does not say.
-
-    Raises
-    ------
-    UsageError
-        The ranks do not fit the machine or the GPUs; or the log says neither what it tested nor enough to guess it.
+    reach: what a collective, GPUs and the GPU number of a root can reach:
+    `topoplan.operate.compare.comparison.attainable`, each asked once.
+    gpus: the GPUs of the ranks, as the caller states them; None reads them from the log.
+    collective: what the test was, where the log does not say.
     """
     notes: list[str] = []
     warnings = list(run.warnings)
@@ -319,8 +296,6 @@ def _fits(row: LoggedRow, name: str, ranks: int) -> bool:
 def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
     """Whether bus and algorithm bandwidth, each rounded to a hundredth, can be those of so many ranks.
 
-    Examples
-    --------
     >>> timing = Timing(20e-6, 52.43, 91.75, 0)
     >>> fits_factor(timing, "allreduce", 8), fits_factor(timing, "allreduce", 4), fits_factor(timing, "broadcast", 8)
     (True, False, False)

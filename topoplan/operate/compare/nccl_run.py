@@ -43,13 +43,8 @@ LIMITING = {
 class Finding:
     """Something that does not fit the machine, or that NCCL fell back to.
 
-    Parameters
-    ----------
-    kind : str
-        One word or two, for programs.
-    text : str
-    line : int
-        Of the log, of its first mention; 0 where it follows from several.
+    kind: one word or two, for programs.
+    line: of the log, of its first mention; 0 where it follows from several.
     """
 
     kind: str
@@ -65,18 +60,10 @@ class Finding:
 class NcclRun:
     """A log of NCCL on a machine.
 
-    Parameters
-    ----------
-    log : NcclLog
-    gpus : mapping of int to int
-        GPU of every rank that said where it runs.
-    rings, trees : float or None
-        GB/s of bus bandwidth of its rings, and of algorithm bandwidth of an allreduce over its chains, on the machine's
-        links; None where the log does not show them whole, or the ranks are on several servers.
-    best_rings : float or None
-        GB/s of bus bandwidth of the best rings over the same links.
-    findings : tuple of Finding
-    notes : tuple of str
+    gpus: GPU of every rank that said where it runs.
+    rings, trees: GB/s of bus bandwidth of its rings, and of algorithm bandwidth of an allreduce over its chains, on the
+    machine's links; None where the log does not show them whole, or the ranks are on several servers.
+    best_rings: GB/s of bus bandwidth of the best rings over the same links.
     """
 
     log: NcclLog
@@ -126,20 +113,8 @@ class NcclRun:
 def judge_nccl(log: NcclLog, machine: Topology, *, gpus: Sequence[int] | None = None) -> NcclRun:
     """What NCCL set up beside the machine.
 
-    Parameters
-    ----------
-    log : NcclLog
-    machine : Topology
-    gpus : sequence of int or None
-        The GPUs of the ranks where the log does not say, or says it by other numbers.
+    gpus: the GPUs of the ranks where the log does not say, or says it by other numbers.
 
-    Raises
-    ------
-    UsageError
-        The ranks do not fit the machine or the GPUs.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.reading.nccl.debug_log import parse_nccl_log
     >>> log = parse_nccl_log("node1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct")
@@ -448,8 +423,6 @@ def _network_channels(
 def choice_lines(one: LoggedCommunicator) -> list[str]:
     """What NCCL chose by size, ranges of one choice together.
 
-    Examples
-    --------
     >>> from topoplan.reading.nccl.debug_log import AlgorithmChoice
     >>> kinds = [(1 << 10, "ll"), (1 << 12, "ll"), (1 << 20, "simple")]
     >>> choices = [AlgorithmChoice("AllReduce", size, "ring", kind) for size, kind in kinds]

@@ -38,25 +38,15 @@ Progress = Callable[[str], None]
 class GpuSet:
     """One set of GPUs and what it can do. Rates are in GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        Ascending.
-    number : int
-        Of its class: sets of one number have isomorphic fabrics. Counted from 1 in the order of the list.
-    rate, bound : float
-        Of packed trees, and what no plan exceeds; both 0 where no path joins the GPUs.
-    ring, ring_kind : float, str
-        The ring that `topoplan.ring` picks; 0 and "none" where there is none.
-    nccl, nccl_kind : float, str
-        The best that NCCL has, as in `Comparison`: that of the class.
-    channel : str or None
-        What the trees run over; None where no path joins the GPUs.
-    following : float or None
-        Rate of the best set of as many GPUs among those that it leaves. None where it leaves fewer, and for sets that
-        are not among the fastest.
-    left : float or None
-        Rate of all GPUs that it leaves; None where it leaves fewer than two, and for sets not among the fastest.
+    gpus: ascending.
+    number: of its class: sets of one number have isomorphic fabrics. Counted from 1 in the order of the list.
+    rate, bound: of packed trees, and what no plan exceeds; both 0 where no path joins the GPUs.
+    ring, ring_kind: the ring that `topoplan.ring` picks; 0 and "none" where there is none.
+    nccl, nccl_kind: the best that NCCL has, as in `Comparison`: that of the class.
+    channel: what the trees run over; None where no path joins the GPUs.
+    following: rate of the best set of as many GPUs among those that it leaves. None where it leaves fewer, and for sets
+    that are not among the fastest.
+    left: rate of all GPUs that it leaves; None where it leaves fewer than two, and for sets not among the fastest.
     """
 
     gpus: tuple[int, ...]
@@ -75,14 +65,8 @@ class GpuSet:
 class RankedSets:
     """The sets of one or several sizes among some GPUs of a machine, and the rate of each.
 
-    Parameters
-    ----------
-    topology : Topology
-        The machine.
-    collective : str
-    free : tuple of int
-        GPUs to choose from, ascending.
-    progress : callable or None
+    topology: the machine.
+    free: GPUs to choose from, ascending.
     """
 
     def __init__(
@@ -95,13 +79,7 @@ class RankedSets:
         self._rates: dict[tuple[int, ...], float] = {}
 
     def classes(self, count: int) -> dict[tuple[int, ...], AllocationClass]:
-        """Every set of so many GPUs, in ascending order, with its class.
-
-        Raises
-        ------
-        UsageError
-            There are more than `MOST_SETS`, or so many that differ that they are not compared.
-        """
+        """Every set of so many GPUs, in ascending order, with its class."""
         if count not in self._classes:
             number = comb(len(self.free), count)
             if number > MOST_SETS:
@@ -125,13 +103,7 @@ class RankedSets:
         return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
 
     def planned_classes(self, count: int) -> list[AllocationClass]:
-        """The classes of sets of so many GPUs, by their representatives.
-
-        Raises
-        ------
-        UsageError
-            There are more than `MOST_CLASSES`, too many to plan each; as `classes`.
-        """
+        """The classes of sets of so many GPUs, by their representatives."""
         found = {one.gpus: one for one in self.classes(count).values()}
         if len(found) > MOST_CLASSES:
             raise UsageError(
@@ -176,30 +148,13 @@ def recommend(
 ) -> tuple[GpuSet, ...]:
     """All sets of so many GPUs, best first.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    count : int
-        GPUs in a set, two or more.
-    collective : str
-        The root of a broadcast or reduce is the first GPU of each set.
-    free : sequence of int or None
-        GPUs to choose from; all for None.
-    progress : callable or None
-        Called with a line of text before each class.
+    count: GPUs in a set, two or more.
+    collective: the root of a broadcast or reduce is the first GPU of each set.
+    free: GPUs to choose from; all for None.
+    progress: called with a line of text before each class.
 
-    Returns
-    -------
-    tuple of GpuSet
-        By rate; the fastest of them by what they leave, the others by their ring; then by class and GPUs.
+    Returns by rate; the fastest of them by what they leave, the others by their ring; then by class and GPUs.
 
-    Raises
-    ------
-    UsageError
-        Unknown collective, a GPU that is not there, fewer than ``count`` GPUs, or more sets than are looked at.
-
-    Examples
-    --------
     Blink's GPUs 1, 4, 5, 7 of a DGX-1V are among the slower ones; the two halves of the cube are the best.
 
     >>> import topoplan

@@ -24,49 +24,28 @@ _EQUAL = 1e-6
 class Comparison:
     """One allocation, or one class of them, under trees and under rings. Rates are in GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    collective : str
-    gpus : tuple of int
-        The allocation; of a class its representative.
-    members : int
-        Allocations that the row stands for; 1 where a single allocation was compared.
-    channel : str or None
-        What the trees run over: nvlink or pcie; None where no path joins the GPUs.
-    trees, bound : float
-        Rate of the packed trees, and what no plan on these links exceeds: both 0 where no path joins the GPUs,
-        infinite for a single GPU, where nothing moves.
-    tree_count, height : int
-        Number of packed trees, and edges on the longest root-to-leaf path.
-    ring : float
-        Rate of the ring that `topoplan.ring` picks by itself; 0 where there is none.
-    ring_kind : str
-        "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means that
-        NVLink has no ring here.
-    relay : float or None
-        Rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
-    double_tree : float or None
-        Rate of the double binary tree; None for collectives that have none.
-    ratio : float
-        ``trees / ring``, rounded from the exact quotient; not a number where there is no ring or nothing moves.
-    relay_ratio : float or None
-        ``trees / relay``; None where there is nothing to divide.
-    notes : tuple of str
-        What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
-    others : tuple of (str, float or None)
-        Rates of other registered schedules that have a column and suit such a machine, under its head; None where there
-        is no such schedule.
-    nccl : float
-        Rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
-    nccl_kind : str
-        Which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
-    nccl_ratio : float or None
-        ``trees / nccl``; None where there is nothing to divide.
-    in_network : float or None
-        Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
-        this row have such switches already, or there are none.
-    allocations : tuple of tuple of int
-        The allocations that the row stands for, ascending; empty where they are too many to be listed.
+    gpus: the allocation; of a class its representative.
+    members: allocations that the row stands for; 1 where a single allocation was compared.
+    channel: what the trees run over: nvlink or pcie; None where no path joins the GPUs.
+    trees, bound: rate of the packed trees, and what no plan on these links exceeds: both 0 where no path joins the
+    GPUs, infinite for a single GPU, where nothing moves.
+    tree_count, height: number of packed trees, and edges on the longest root-to-leaf path.
+    ring: rate of the ring that `topoplan.ring` picks by itself; 0 where there is none.
+    ring_kind: "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means
+    that NVLink has no ring here.
+    relay: rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
+    double_tree: rate of the double binary tree; None for collectives that have none.
+    ratio: ``trees / ring``, rounded from the exact quotient; not a number where there is no ring or nothing moves.
+    relay_ratio: ``trees / relay``; None where there is nothing to divide.
+    notes: what planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
+    others: rates of other registered schedules that have a column and suit such a machine, under its head; None where
+    there is no such schedule.
+    nccl: rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
+    nccl_kind: which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
+    nccl_ratio: ``trees / nccl``; None where there is nothing to divide.
+    in_network: rate of packed trees where switches do all that they say they could (`Device.capable`); None where the
+    trees of this row have such switches already, or there are none.
+    allocations: the allocations that the row stands for, ascending; empty where they are too many to be listed.
     """
 
     collective: str
@@ -95,8 +74,6 @@ class Comparison:
     def rival(self) -> tuple[float, str]:
         """Rate of the fastest of NCCL's best and the double binary tree, and what it is; 0 where there is none.
 
-        Examples
-        --------
         >>> from topoplan.operate.compare.comparison import compare
         >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
         >>> row.rival, row.rival_ratio
@@ -118,26 +95,16 @@ class Comparison:
 class Summary:
     """What a set of comparisons says.
 
-    Parameters
-    ----------
-    classes, allocations : int
-        Rows, and the allocations that they stand for.
-    without_nvlink_ring : int
-        Classes whose trees run over NVLink while NVLink has no ring.
-    over_pcie, without_plan : int
-        Classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at all.
-    below_ring : int
-        Classes on which the trees are slower than the ring.
-    lowest, highest : float or None
-        Of trees / ring, over the classes that have both; None where there is no such class.
-    mean, weighted_mean : float or None
-        Geometric mean of trees / ring, over classes and over allocations.
-    relay_highest, relay_mean : float or None
-        The same of trees / relaying ring, over classes.
-    nccl_equal : int
-        Classes on which NCCL's best is as fast as the trees, to one part in a million, or faster.
-    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean : float or None
-        Of trees / NCCL's best, as of trees / ring.
+    classes, allocations: rows, and the allocations that they stand for.
+    without_nvlink_ring: classes whose trees run over NVLink while NVLink has no ring.
+    over_pcie, without_plan: classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at
+    all.
+    below_ring: classes on which the trees are slower than the ring.
+    lowest, highest: of trees / ring, over the classes that have both; None where there is no such class.
+    mean, weighted_mean: geometric mean of trees / ring, over classes and over allocations.
+    relay_highest, relay_mean: the same of trees / relaying ring, over classes.
+    nccl_equal: classes on which NCCL's best is as fast as the trees, to one part in a million, or faster.
+    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean: of trees / NCCL's best, as of trees / ring.
     """
 
     classes: int
@@ -190,8 +157,6 @@ class Summary:
 def summary(rows: Sequence[Comparison]) -> Summary:
     """Summarise comparisons, of one collective or of several.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.compare.comparison import compare_all
     >>> found = summary(compare_all(topoplan.load("dgx-1v"), sizes=[8]))
@@ -239,15 +204,9 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     is there where switches could add and do not: what trees would reach with them. A dash stands where there is nothing
     to compare.
 
-    Parameters
-    ----------
-    rows : sequence of Comparison
-    widest : int or None
-        Characters of a line: what does not fit beside the trees goes to tables of its own below them, rings and then
-        NCCL. None for one table, however wide.
+    widest: characters of a line: what does not fit beside the trees goes to tables of its own below them, rings and
+    then NCCL. None for one table, however wide.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.compare.comparison import compare
     >>> machine = topoplan.load("dgx-1v")
@@ -342,8 +301,6 @@ def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     where there are any. null stands for None, for the infinite rates of a single GPU, and for a ratio that does not
     exist.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.compare.comparison import compare
     >>> made = to_object([compare(topoplan.load("dgx-1v"), gpus=[3])])

@@ -42,16 +42,10 @@ _IN_POINTS = (
 class Look:
     """How a figure goes into its file.
 
-    Parameters
-    ----------
-    size : (float, float) or None
-        Inches of the page; None for the size at which the figure was laid out.
-    dpi : int
-        Pixels per inch of bitmaps.
-    font : str or None
-        A family that is installed, or serif, sans-serif, monospace; None for matplotlib's own.
-    file_format : str or None
-        png, svg, pdf, …; None for what the suffix of the file names.
+    size: (float, float) or None, inches of the page; None for the size at which the figure was laid out.
+    dpi: pixels per inch of bitmaps.
+    font: a family that is installed, or serif, sans-serif, monospace; None for matplotlib's own.
+    file_format: png, svg, pdf, …; None for what the suffix of the file names.
     """
 
     size: tuple[float, float] | None = None
@@ -83,8 +77,6 @@ def new_figure(width: float, height: float) -> Figure:
 def points(size: float) -> float:
     """A size of letters or lines in points, smaller where the whole figure is drawn smaller.
 
-    Examples
-    --------
     >>> points(8)
     8.0
     """
@@ -96,8 +88,6 @@ def points(size: float) -> float:
 def text_width(text: str, size: float) -> float:
     """Inches that a line of text takes in letters of this many points, at the size at which figures are laid out.
 
-    Examples
-    --------
     >>> text_width("reduce", 10) < text_width("reduce, broadcast", 10) < 2
     True
     """
@@ -112,8 +102,6 @@ def text_width(text: str, size: float) -> float:
 def fitted(text: str, size: float, room: float) -> list[str]:
     """The lines of a text that fits into so many inches, broken between words, and within a word only where it must be.
 
-    Examples
-    --------
     >>> fitted("allreduce on dgx-2: one-hop over NVLink", 10, 2.0)
     ['allreduce on dgx-2:', 'one-hop over NVLink']
     """
@@ -169,13 +157,7 @@ def check_font(name: str) -> None:
 
 
 def check_format(figure: Figure, path: str | Path, file_format: str | None = None) -> str:
-    """The format of a file, png, svg, …: the one that is asked for, or that of its suffix.
-
-    Raises
-    ------
-    UsageError
-        There is no such format.
-    """
+    """The format of a file, png, svg, …: the one that is asked for, or that of its suffix."""
     known = figure.canvas.get_supported_filetypes()
     if file_format is not None:
         if file_format not in known:
@@ -196,11 +178,6 @@ def save_figure(
 
     The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an
     older one.
-
-    Raises
-    ------
-    UsageError
-        There is no such format, the bitmap would be too large, or the file cannot be written there.
     """
     import matplotlib
 

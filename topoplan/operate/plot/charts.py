@@ -94,15 +94,6 @@ def draw_comparison(rows: Sequence[ComparisonRow], *, title: str = "") -> Figure
 
     The lower panel shows how many times faster the trees are than that rival. Allocations stand in the order of the
     rows; those of the same number of GPUs share a heading.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        There is no row.
     """
     if not rows:
         raise UsageError("there is no allocation to draw; compare at least one")
@@ -258,22 +249,8 @@ class SweepRow(Protocol):
 def draw_sweep(curves: Mapping[str, Sequence[SweepRow]], *, title: str = "") -> Figure:
     """One curve for each plan, named in the legend; colour, marker and line style differ.
 
-    Parameters
-    ----------
-    curves : mapping of str to sequence of rows
-        In the order in which they are drawn.
+    curves: in the order in which they are drawn.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        No curve has a point above zero bytes.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.model.times_by_size import sweep
     >>> ring = topoplan.ring(topoplan.load("dgx-2"), "allreduce")
@@ -323,14 +300,7 @@ ROW = 0.32
 def draw_jobs(outcomes: Sequence[PolicyRun]) -> Figure:
     """Computing as a full bar, bytes on their way as a hatched one below it, waiting to send as a line.
 
-    Parameters
-    ----------
-    outcomes : sequence of Outcome
-        Runs of the same jobs.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    outcomes: runs of the same jobs.
     """
     names = [job.name for job in outcomes[0].jobs.jobs]
     end = max(run.end for one in outcomes for run in one.runs) or 1.0

@@ -58,8 +58,6 @@ _RAIL = 0.16
 def host_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
     """The panel, or None for a machine of which only NVLinks are known.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.plot.panels import wires
     >>> machine = topoplan.load("dgx-1v")
@@ -237,17 +235,6 @@ def draw_topology(topology: TopologyLike) -> Figure:
     NICs as a tree, then the network. The legend gives the bandwidth of every kind of wire in GB/s and direction. Of
     warnings and notes the first few are shown.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        The machine has more devices than a figure can show.
-
-    Examples
-    --------
     >>> import topoplan
     >>> figure = draw_topology(topoplan.load("dgx-1v"))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
@@ -302,20 +289,12 @@ Kind = tuple[str, float, float, int]
 class MachineLayout:
     """A machine laid out in panels, whoever draws them.
 
-    Parameters
-    ----------
-    headline : str
-        Its name and GPUs.
-    shown : Topology
-        What is drawn: NICs of two devices as one, and of a large cluster one server of those that are alike.
-    notes : tuple of str
-        Warnings and notes, with what is left out.
-    panels : tuple of Panel
-        Of NVLink, of the host and of the network, as far as there are such links.
-    kinds : tuple
-        The kinds of wires (`topoplan.operate.plot.panels.DrawnLink.kind`) for the legend.
-    widths : mapping
-        Width of the wires of each kind in points.
+    headline: its name and GPUs.
+    shown: what is drawn: NICs of two devices as one, and of a large cluster one server of those that are alike.
+    notes: warnings and notes, with what is left out.
+    panels: of NVLink, of the host and of the network, as far as there are such links.
+    kinds: the kinds of wires (`topoplan.operate.plot.panels.DrawnLink.kind`) for the legend.
+    widths: width of the wires of each kind in points.
     """
 
     headline: str
@@ -329,8 +308,6 @@ class MachineLayout:
 def lay_out(topology: Topology) -> MachineLayout:
     """The panels of a machine; UsageError where it has more devices than a figure can show.
 
-    Examples
-    --------
     >>> import topoplan
     >>> [panel.title for panel in lay_out(topoplan.load("dgx-1v")).panels]
     ['NVLink', 'PCIe']
@@ -428,8 +405,6 @@ _NETWORK_RANK = {"switch": 1, "nic": 2, "gpu": 3}
 def network_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
     """The panel, or None for a machine without a network.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> from topoplan.operate.plot.panels import wires
     >>> pair = nvswitch_cluster(2)

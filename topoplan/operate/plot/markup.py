@@ -47,8 +47,6 @@ class PageSection:
 def element(name: str, /, *inside: str | Markup, **attributes: str | float | bool | None) -> Markup:
     """An element; ``class_`` is written ``class``, other underscores as hyphens, and what is None or False left out.
 
-    Examples
-    --------
     >>> element("p", "a < b", element("br"), "c", class_="note", hidden=True)
     '<p class="note" hidden>a &lt; b<br>c</p>'
     >>> element("p", "back\\x08space")
@@ -77,8 +75,6 @@ def items(lines: Iterable[str | Markup], *, kind: str = "ul") -> Markup:
 def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, caption: str = "") -> Markup:
     """A table that scrolls by itself where the page is narrow; columns of numbers stand to the right.
 
-    Examples
-    --------
     >>> table(("size", "us"), [("1KB", "26.1")]).count('class="number"')
     2
     """
@@ -227,11 +223,7 @@ def _legend(kinds: Sequence[Kind], widths: Mapping[Kind, float]) -> Markup:
 class Curve:
     """GB/s over bytes.
 
-    Parameters
-    ----------
-    name : str
-    points : tuple of (int, float)
-        Bytes, all above zero and ascending, and GB/s.
+    points: bytes, all above zero and ascending, and GB/s.
     """
 
     name: str
@@ -320,8 +312,6 @@ def _marker(number: int, place: Point) -> Markup:
 def _round_step(step: float) -> float:
     """1, 2 or 5 times a power of ten, no smaller than this.
 
-    Examples
-    --------
     >>> _round_step(17.1), _round_step(0.03)
     (20.0, 0.05)
     """

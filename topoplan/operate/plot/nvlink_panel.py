@@ -33,16 +33,9 @@ _HALF_HEIGHT = 0.15
 def circle_order(names: Sequence[str], counts: Mapping[Pair, int], *, radius: float) -> list[str]:
     """Names in the order in which they should stand on the circle of `circle_places`.
 
-    Parameters
-    ----------
-    names : sequence of str
-    counts : mapping of (str, str) to int
-        Parallel links of each wire.
-    radius : float
-        In inches; decides which chords pass over boxes.
+    counts: parallel links of each wire.
+    radius: in inches; decides which chords pass over boxes.
 
-    Examples
-    --------
     A ring in the wrong order is untangled:
 
     >>> ring = {("a", "c"): 1, ("c", "b"): 1, ("b", "d"): 1, ("d", "a"): 1}
@@ -131,8 +124,6 @@ def _cost(order: Sequence[str], counts: Mapping[Pair, int], covered: Sequence[Se
 def nvlink_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
     """The panel, or None for a machine without NVLink.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.plot.panels import wires
     >>> machine = topoplan.load("dgx-2")
@@ -189,15 +180,9 @@ _STEPS = 3600
 def mesh_positions(gpus: Sequence[str], forwarding: Sequence[str], counts: Counts) -> Places:
     """Places of one connected NVLink graph, in inches from its lower left corner.
 
-    Parameters
-    ----------
-    gpus, forwarding : sequence of str
-        Devices at the rim, and switches or CPUs for the middle.
-    counts : mapping of (str, str) to int
-        Parallel links of each wire.
+    gpus, forwarding: devices at the rim, and switches or CPUs for the middle.
+    counts: parallel links of each wire.
 
-    Examples
-    --------
     >>> places = mesh_positions(["a", "b"], ["s"], {("a", "s"): 6, ("b", "s"): 6})
     >>> {name: (round(x, 3), round(y, 3)) for name, (x, y) in places.items()}
     {'s': (1.0, 0.0), 'a': (0.0, 0.0), 'b': (2.0, 0.0)}
@@ -304,15 +289,9 @@ def label_places(
     their place, from nodes, and from the other lines; near the middle among equals. A third of an inch
     counts as clear, two thirds from a node.
 
-    Parameters
-    ----------
-    labelled, others : sequence of segments, in inches
-        Lines that need a label, and all other lines.
-    nodes : sequence of points
-        Centres of the devices.
+    labelled, others: lines that need a label, and all other lines.
+    nodes: centres of the devices.
 
-    Examples
-    --------
     >>> label_places([((0, 0), (2, 0))], [], [(0, 0), (2, 0)])
     [(1.0, 0.0)]
     """

@@ -160,24 +160,11 @@ def report_page(
 ) -> str:
     """The page on a machine and on a collective among some of its GPUs, as text.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root, channels
-        As for `topoplan.plan`.
-    free : sequence of int or None
-        The GPUs that are there, of which others are taken out; all for None.
-    sizes : sequence of int
-        Bytes of the buffers for the times; sizes of zero are left out.
-    progress : callable or None
-        Called with a line of text before each part.
+    topology, collective, gpus, root, channels: as for `topoplan.plan`.
+    free: the GPUs that are there, of which others are taken out; all for None.
+    sizes: bytes of the buffers for the times; sizes of zero are left out.
+    progress: called with a line of text before each part.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; or there is no size above zero.
-
-    Examples
-    --------
     >>> import topoplan
     >>> page = report_page(topoplan.load("v100x4"), sizes=[1 << 10, 1 << 30])
     >>> page[:15], page.count("<section"), "http" in page

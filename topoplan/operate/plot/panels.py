@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 class DrawnLink:
     """One line between two devices.
 
-    Parameters
-    ----------
-    ends : (str, str)
-        The end that the topology lists first comes first.
-    channel : str
-    count : int
-        Parallel links.
-    there, back : float
-        GB/s from the first end to the second and back; zero where there is no such link.
+    ends: (str, str), the end that the topology lists first comes first.
+    count: parallel links.
+    there, back: GB/s from the first end to the second and back; zero where there is no such link.
     """
 
     ends: tuple[str, str]
@@ -47,8 +41,6 @@ class DrawnLink:
 def whole_nics(topology: Topology) -> Topology:
     """The machine with NICs that are two devices, one that sends and one that receives, as one device each.
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("v100x4"), count=2)], nic_gbps=100, nics=1)
     >>> sum(d.kind == "nic" for d in pair.devices), sum(d.kind == "nic" for d in whole_nics(pair).devices)
@@ -74,8 +66,6 @@ def whole_nics(topology: Topology) -> Topology:
 def wires(topology: Topology) -> tuple[DrawnLink, ...]:
     """All wires, in the order in which the topology first lists them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> drawn = wires(topoplan.load("dgx-1v"))
     >>> sum(wire.channel == "nvlink" for wire in drawn), drawn[2].count
@@ -106,8 +96,6 @@ def wire_widths(drawn: Sequence[DrawnLink]) -> dict[tuple[str, float, float, int
 def kind_text(kind: tuple[str, float, float, int]) -> str:
     """The legend's text for a kind of wire.
 
-    Examples
-    --------
     >>> kind_text(("nvlink", 50.0, 50.0, 2)), kind_text(("nvlink", 150.0, 125.0, 6))
     ('NVLink ×2: 50 GB/s', 'NVLink ×6: 150 and 125 GB/s')
     """
@@ -139,17 +127,10 @@ _HALF_HEIGHT = 0.13
 class Panel:
     """What is drawn where.
 
-    Parameters
-    ----------
-    title : str
-    places : dict of str to (float, float)
-        Middle of the box of each device.
-    routes : sequence of (Wire or None, sequence of (float, float))
-        Corners of each wire; without a wire, a line that stands for several (`strokes` then has it).
-    counts : sequence of ((float, float), str)
-        Labels on wires.
-    beside : mapping of str to str
-        Small text right of a box.
+    places: middle of the box of each device.
+    routes: corners of each wire; without a wire, a line that stands for several (`strokes` then has it).
+    counts: labels on wires.
+    beside: small text right of a box.
     """
 
     title: str
@@ -187,8 +168,6 @@ class Panel:
 def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
     """Panels side by side, in as many rows as the width of a page asks for.
 
-    Examples
-    --------
     >>> one, other = (Panel("", {name: (0.0, 0.0)}, ()) for name in ("gpu0", "gpu1"))
     >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in tiled("", [one, other]).places.items()}
     {'gpu0': (0.22, -0.13), 'gpu1': (1.07, -0.13)}

@@ -36,17 +36,10 @@ _BUS = 0.3
 class Forest:
     """What is to be placed.
 
-    Parameters
-    ----------
-    roots : sequence of str
-        From left to right.
-    children : mapping of str to sequence of str
-    kinds : mapping of str to str
-        Siblings of one kind all stand in a layer if one of them has something below it.
-    box, full : mapping of str to float
-        Width of a device's box, and of the box with the text beside it.
-    units : mapping of str to tuple of str
-        For what must hang in one column with some of its siblings, all of these.
+    roots: from left to right.
+    kinds: siblings of one kind all stand in a layer if one of them has something below it.
+    box, full: width of a device's box, and of the box with the text beside it.
+    units: for what must hang in one column with some of its siblings, all of these.
     """
 
     roots: Sequence[str]
@@ -61,16 +54,10 @@ class Forest:
 class ColumnLayout:
     """Where everything is.
 
-    Parameters
-    ----------
-    places : dict of str to (float, float)
-        Middle of each box.
-    trunks : dict of str to float
-        For what hangs in a column, the x of the line that it hangs on.
-    sides : dict of str to float
-        For the same, the x right of everything in its column.
-    right : float
-        Right edge of everything.
+    places: middle of each box.
+    trunks: for what hangs in a column, the x of the line that it hangs on.
+    sides: for the same, the x right of everything in its column.
+    right: right edge of everything.
     """
 
     places: Places = field(default_factory=dict)
@@ -91,8 +78,6 @@ class ColumnLayout:
 def column_layout(forest: Forest) -> ColumnLayout:
     """Place a forest.
 
-    Examples
-    --------
     >>> kinds = {"a": "cpu", "b": "pcie", "c": "gpu", "d": "gpu"}
     >>> wide = dict.fromkeys(kinds, 0.5)
     >>> made = column_layout(Forest(["a"], {"a": ["b", "c"], "b": ["d"]}, kinds, wide, wide))
@@ -187,8 +172,6 @@ def cross_routes(wires: Sequence[DrawnLink], places: Mapping[str, Point]) -> lis
     Where more than two devices in one row are all joined to each other by wires of one kind, as CPUs are, a single line
     above the row with a branch to each stands for all of these wires.
 
-    Examples
-    --------
     >>> places = {f"cpu{i}": (2.0 * i, 0.0) for i in range(3)}
     >>> ends = [("cpu0", "cpu1"), ("cpu0", "cpu2"), ("cpu1", "cpu2")]
     >>> wires = [DrawnLink(pair, "sys", 1, 10.0, 10.0) for pair in ends]
@@ -258,8 +241,6 @@ def forest_positions(
 ) -> dict[Node, tuple[float, int]]:
     """Place of every node as (slot, depth): leaves stand at 0, 1, 2, … from left to right, roots at depth 0.
 
-    Examples
-    --------
     >>> forest_positions(["a"], {"a": ["b", "c"], "c": ["d", "e"]})
     {'b': (0.0, 1), 'd': (1.0, 2), 'e': (2.0, 2), 'c': (1.5, 1), 'a': (0.75, 0)}
     """
@@ -288,13 +269,8 @@ def grow_forest(
 ) -> tuple[list[Node], dict[Node, list[Node]]]:
     """Span a graph with a forest, breadth first from the nodes of lowest rank of each component.
 
-    Returns
-    -------
-    (roots, children)
-        Children in the order of their neighbours' lists.
+    Returns (roots, children): children in the order of their neighbours' lists.
 
-    Examples
-    --------
     >>> near = {"cpu": ["sw"], "sw": ["cpu", "gpu"], "gpu": ["sw"]}
     >>> grow_forest(["gpu", "sw", "cpu"], near, rank={"cpu": 0, "sw": 1, "gpu": 2})
     (['cpu'], {'cpu': ['sw'], 'sw': ['gpu']})
@@ -322,8 +298,6 @@ def grow_forest(
 def connected(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[set[Node]]:
     """Components of a graph, in the order of their first nodes.
 
-    Examples
-    --------
     >>> [sorted(group) for group in connected("abcd", [("a", "c"), ("d", "c")])]
     [['a', 'c', 'd'], ['b']]
     """

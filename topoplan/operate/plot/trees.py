@@ -65,18 +65,8 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
     than `DRAWN_APART` trees that differ in nothing but names the first is drawn. Numbers are ranks, the root is white;
     the colour and style of an edge tell its channel.
 
-    Parameters
-    ----------
-    plan : Plan
-    most : int
-        Largest number of panels; a shard is shown whole or not at all.
+    most: largest number of panels; a shard is shown whole or not at all.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Examples
-    --------
     >>> import topoplan
     >>> figure = draw_trees(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
@@ -221,8 +211,6 @@ def tree_children(stage: Stage) -> dict[int, list[int]]:
     """The children of every rank as they are drawn from left to right: those with trees of their own outside, leaves in
     the middle below their parent.
 
-    Examples
-    --------
     >>> from topoplan.plans.shards import Edge
     >>> edges = (*(Edge(0, rank, ("a", "b"), "nvlink") for rank in (1, 2, 3, 4)), Edge(3, 5, ("a", "b"), "nvlink"))
     >>> tree_children(Stage("reduce", 0, edges))
@@ -291,13 +279,8 @@ _STEP_NARROWEST = 340.0
 class TreeSteps:
     """The trees of one shape and when their edges run.
 
-    Parameters
-    ----------
-    alike : Alike
-    hops : tuple of Hop
-        Those of the first shard.
-    steps : tuple of int
-        When the first chunk runs over each hop, from 0.
+    hops: those of the first shard.
+    steps: when the first chunk runs over each hop, from 0.
     """
 
     alike: ShapeClass
@@ -312,8 +295,6 @@ class TreeSteps:
     def results(self) -> dict[int, int]:
         """The step with which a rank has the result of the first chunk, for ranks that get one.
 
-        Examples
-        --------
         >>> import topoplan
         >>> star, = steps_of(topoplan.plan("dgx-2"))
         >>> star.depth, star.results()[star.alike.roots[0]], star.results()[15]
@@ -333,8 +314,6 @@ class TreeSteps:
 def steps_of(plan: Plan) -> tuple[TreeSteps, ...]:
     """What the trees of a plan do, one of each shape (up to `DRAWN_APART` trees of a shape each).
 
-    Examples
-    --------
     Up the stars of a DGX-2 in one step and down in another; up and down the packed trees of a DGX-1V in two each.
 
     >>> import topoplan
@@ -503,8 +482,6 @@ def _sign(parent: Point, child: Point, *, upwards: bool, step: int) -> Markup:
 def lines_of(one: TreeSteps) -> list[str]:
     """Who sends to whom in each step, for the first chunk.
 
-    Examples
-    --------
     >>> import topoplan
     >>> lines_of(steps_of(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))[0])
     ['3 > 1, 0 > 2 (added)', '2 > 1 (added)', '1 > 2,3 (copied)', '2 > 0 (copied)']
