@@ -1,20 +1,19 @@
 """Order the hops of a plan by their dependencies, with their start-up costs and the wires on which start-ups queue.
 
-A hop carries one chunk of one shard between two ranks and starts once its rank holds the chunk; gathers in a row are
-one exchange. Parts of the buffer on other channels run by themselves. A compact plan has hops of templates only:
-with |T| images of the template and |R| of the route, each of these starts |T| / |R| copies of it, one at a time on
-each wire.
+A hop carries one chunk of one shard between two ranks and starts once its rank holds the chunk; consecutive gathers are
+one exchange. Parts of the buffer on other channels run independently. A compact plan has hops of templates only: with
+|T| images of the template and |R| of the route, each of these starts |T| / |R| copies of it, one at a time on each
+wire.
 
 A hop costs alpha + bytes / bandwidth (Hockney 1994); alpha is the start of a copy, half for each end that is a GPU,
-unless a ``latency`` is stated. A network hop is one start-up: half where it leaves the first NIC, half where it
-enters the last. LAUNCH and the ratios of channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of Ring,
-Simple (8.4 us; NVLink 3.4, PCI 5.7 us). Scale: Blink (MLSys 2020) figure 27, two hops on a DGX-2 in 26 us up to 64
-KB; the double binary tree of eight hops comes out at 79 us, 84 us were measured. The network is set to 36 us (24.8
-us on that scale), so that an allgather of 1 MB between two DGX-A100 (a 200 Gb/s NIC for each GPU) runs at the
-measured 13.1 GB/s; 1 GB comes out at 340 GB/s, 247 were measured. PCIe beside NVLink waits T_dpa for peer access to
-be switched (Blink, appendix A.3); PCIe alone, or only between GPUs that NVLink does not join or by way of a CPU's
-memory, does not. Absent: headers, flow control, queues in NICs and switches, proxy threads, NVLink flags. More:
-``tests.bench published``.
+unless a ``latency`` is stated. A network hop is one start-up: half at the first NIC, half at the last. LAUNCH and the
+ratios of channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of Ring, Simple (8.4 us; NVLink 3.4, PCI 5.7
+us). Scale: Blink (MLSys 2020) figure 27, two hops on a DGX-2 in 26 us up to 64 KB; the double binary tree of eight hops
+comes out at 79 us, 84 us were measured. The network is set to 36 us (24.8 us on that scale), so that an allgather of 1
+MB between two DGX-A100 (a 200 Gb/s NIC for each GPU) runs at the measured 13.1 GB/s; 1 GB comes out at 340 GB/s, 247
+were measured. PCIe beside NVLink waits T_dpa for peer access to be switched (Blink, appendix A.3); PCIe alone, or only
+between GPUs that NVLink does not join or through a CPU's memory, does not. Absent: headers, flow control, queues in
+NICs and switches, proxy threads, NVLink flags. More: ``tests.bench published``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ START_UP: Mapping[str, float] = {
 
 
 def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
-    """Seconds of start-up that a hop pays for crossing a link.
+    """Return the seconds of start-up that a hop pays for crossing a link.
 
     kinds: kind of every device, by name (see `device_kinds`).
 
@@ -68,9 +67,7 @@ def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
 
 
 def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
-    """Seconds of start-up of a hop over some links, one after another.
-
-    kinds: kind of every device, by name (see `device_kinds`).
+    """Return the seconds of start-up of a hop over a sequence of links.
 
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
@@ -89,17 +86,14 @@ def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
 
 
 def device_kinds(topology: Topology) -> dict[str, str]:
-    """Kind of every device, by name."""
+    """Return the kind of every device by name."""
     return {device.name: device.kind for device in topology.devices}
 
 
 def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fraction]:
-    """Seconds after the launch at which each channel of a plan may start.
+    """Return the seconds after the launch at which each channel may start: 0, but for pcie beside nvlink.
 
-    topology: the allocation: its GPUs are those that switch.
-    channels: channels of the plan.
-
-    Returns zero, but for pcie beside nvlink (see `peer_access_seconds`).
+    topology: the allocation whose GPUs switch peer access (`peer_access_seconds`).
 
     >>> import topoplan
     >>> channel_starts(topoplan.load("dgx-1v"), ("nvlink", "pcie"))
@@ -114,12 +108,12 @@ def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fra
 
 
 def peer_access_seconds(topology: Topology) -> Fraction:
-    """T_dpa: seconds to switch peer access between all GPUs of an allocation, exact.
+    """Return T_dpa, the exact seconds to switch peer access between all GPUs of an allocation.
 
-    The servers of an allocation switch at the same time, so the largest one counts. Between two numbers of GPUs
-    that `Topology.peer_access` states the time is interpolated; below the first it is the first; above the last it
-    grows with the number of peers, n - 1, each of which costs a process one call. A machine that states none is
-    taken as a DGX-1V (`topoplan.machine.hardware.PEER_ACCESS`).
+    Servers switch at the same time, so the largest one counts. Between two numbers of GPUs that `Topology.peer_access`
+    states the time is interpolated; below the first it is the first; above the last it grows with the number of peers,
+    n - 1, each of which costs a process one call. A machine that states none gets the times of a DGX-1V
+    (`topoplan.machine.hardware.PEER_ACCESS`).
 
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
@@ -146,11 +140,11 @@ def peer_access_seconds(topology: Topology) -> Fraction:
 class Hop:
     """One tree edge in the direction of its data.
 
-    shard, stage, src, dst: where it stands in the plan, and its sending and receiving rank.
-    links: the links that it crosses, in order, as indices into the fabric.
-    alpha: seconds of start-up for every chunk.
-    pace: seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
-    waits: positions of the hops that must have delivered a chunk before it can start here.
+    shard, stage: indices in the plan; src, dst: ranks.
+    links: indices into the fabric, in the order of crossing.
+    alpha: seconds of start-up per chunk.
+    pace: seconds per byte of a chunk without contention: 1 / slowest bandwidth.
+    waits: indices of the hops that must have delivered a chunk before it can start here.
     """
 
     shard: int
@@ -165,18 +159,16 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """A plan ready for timing.
+    """A plan prepared for timing.
 
     shares: share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
-    counts: how many shards each of them stands for.
+    counts: number of shards that each stands for.
     images: the symmetries of a compact plan.
-    hops: every hop stands after the hops it waits for.
+    hops: in topological order.
     followers: for every hop, the hops that wait for it.
-    seconds_per_byte: for every link of the fabric, the time it is busy for each byte of the buffer.
-    load: for every link of the fabric, the bytes across it for each byte of the buffer.
+    seconds_per_byte, load: busy seconds of every link of the fabric, and bytes across it, per byte of the buffer.
     full: the links that are busy longest.
-    lanes: name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
-    where the buffer is not split.
+    lanes: the channels of every independent part of the buffer, and the seconds after the launch at which it may start.
     """
 
     fabric: Fabric
@@ -193,7 +185,7 @@ class Dataflow:
 
 
 def dataflow(plan: Plan) -> Dataflow:
-    """Hops of a plan and what each waits for.
+    """Return the hops of a plan and their dependencies.
 
     >>> import topoplan
     >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
@@ -255,15 +247,15 @@ def dataflow(plan: Plan) -> Dataflow:
 
 
 def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> None:
-    """What ranks have once an exchange is over."""
+    """Add the result of a finished exchange to ``arriving``."""
     for rank, hops in exchanged.items():
         arriving.setdefault(rank, []).extend(hops)
 
 
 def switched_hops(plan: Plan) -> int:
-    """Edges of a plan that take PCIe between two GPUs that NVLink joins too, for which peer access is switched.
+    """Return the number of edges that take PCIe between GPUs that NVLink joins too, for which peer access is switched.
 
-    Staged copies need no peer access, and channels of a split plan know their starts themselves.
+    Staged copies need no peer access, and channels of a split plan have their own starts.
 
     >>> import topoplan
     >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
@@ -283,7 +275,7 @@ def switched_hops(plan: Plan) -> int:
 
 
 def _channel_parts(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
-    """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
+    """Return the channels that a split plan uses, in its order, and the index of each shard's channel."""
     if switched_hops(plan):
         start = float(peer_access_seconds(plan.topology))
         return (("+".join(plan.channels), start),), (0,) * len(plan.shard_counts)
@@ -308,9 +300,9 @@ Indices = NDArray[np.int64]
 class Starters:
     """Hops grouped by the route that starts them.
 
-    route: for every hop, the number of its route.
-    wires: for every route, how many copies it can start at once: the wires of its narrowest link.
-    copies: for every hop, how many it stands for on one route.
+    route: for every hop, the index of its route.
+    wires: for every route, the copies that it can start at once: the wires of its narrowest link.
+    copies: for every hop, the number that it stands for on one route.
     """
 
     route: tuple[int, ...]
@@ -318,13 +310,11 @@ class Starters:
     copies: tuple[float, ...]
 
     def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
-        """How long the route of every hop takes to start all its copies.
+        """Return, as (F, C), the seconds that the route of every hop takes to start all its copies.
 
         before, starting, after: (F, C) float64, seconds of every hop: until its first start-up can begin, in all its
-        start-ups, and from the end of its last one.
-
-        Returns (F, C) float64: no order is faster: a route begins after the least ``before`` and ends with the least
-        ``after``.
+        start-ups, and from the end of its last one. No order is faster: a route begins after the least ``before`` and
+        ends with the least ``after``.
         """
         order, first = self._grouped()
         wires = np.array(self.wires, dtype=np.float64)[:, None]
@@ -342,7 +332,7 @@ class Starters:
 
 
 def starters(flow: Dataflow) -> Starters:
-    """The routes of a dataflow and the hops on each.
+    """Return the routes of a dataflow and the hops on each.
 
     DGX-2, one hop: two ranks share a reduce and a broadcast, each on a route of its own direction.
 
@@ -369,7 +359,9 @@ def starters(flow: Dataflow) -> Starters:
 
 
 def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[tuple[int, ...], int]]]:
-    """Every hop with the least image of its route, as nodes from the first rank of an orbit on, and their number."""
+    """Return every hop with the least image of its route, as nodes from the first rank of an orbit, and the orbit's
+    size.
+    """
     elements, ends = images.elements, flow.fabric.ends
     to_first: dict[int, Indices] = {}
     found = []

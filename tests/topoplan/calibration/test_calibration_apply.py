@@ -18,7 +18,7 @@ from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.topology_json import dump_topology_json
-from topoplan.model.copy_routes import CopyRoutes, copy_route
+from topoplan.model.copy_routes import CopyRoutes
 from topoplan.model.dataflow import device_kinds, link_latency
 from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
 from topoplan.operate.calibration.fit import Measurement, PairSamples
@@ -223,9 +223,9 @@ class TestKnownAnswers:
         """Where all copies start in 10 us, all links of every route together cost 10 us in the time model."""
         machine = topoplan.load(name)
         made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
-        kinds = device_kinds(made)
+        kinds, routes = device_kinds(made), CopyRoutes(made)
         for src, dst in permutations(made.gpus, 2):
-            route = copy_route(made, src, dst)
+            route = routes.between(src, dst)
             assert route
             assert sum(link_latency(link, kinds) for link in route.links) == pytest.approx(ALPHA)
 

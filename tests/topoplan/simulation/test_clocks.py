@@ -56,8 +56,8 @@ def test_local_steps_wait_and_send_at_the_exchanges_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"staleness": -1}, "a staleness of -1 is none"),
-        ({"every": 0}, "exchanges every 0 steps"),
+        ({"staleness": -1}, "staleness must be 0 or more, got -1"),
+        ({"every": 0}, "every must be 1 or more, got 0"),
         ({"send": -1.0}, "must be numbers of zero or more"),
         ({"compute": [[float("nan")]]}, "must be numbers of zero or more"),
         ({"compute": [[]]}, "one step or more"),

@@ -92,7 +92,7 @@ def link_speeds(copies: Sequence[MeasuredCopy]) -> LinkSpeeds:
 
     >>> from topoplan.operate.calibration.fit import HockneyLine
     >>> wide, narrow = Link("gpu0", "pcie0", "pcie", 12), Link("pcie0", "gpu1", "pcie", 8)
-    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 7.5, 0)), CopyRoute("pcie", ((wide,), (narrow,))))
+    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", HockneyLine(1e-5, 7.5, 0)), CopyRoute("pcie", ((wide,), (narrow,))))
     >>> speeds = link_speeds([copy])
     >>> speeds.of(wide), speeds.of(narrow)
     (12, 7.5)
@@ -176,7 +176,7 @@ def link_latencies(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, float]:
 
     >>> from topoplan.operate.calibration.fit import HockneyLine
     >>> up, down = Link("gpu0", "nvswitch0", "nvlink", 150), Link("nvswitch0", "gpu1", "nvlink", 150)
-    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 130, 0)), CopyRoute("nvlink", ((up,), (down,))))
+    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", HockneyLine(1e-5, 130, 0)), CopyRoute("nvlink", ((up,), (down,))))
     >>> sum(link_latencies([copy]).values())
     1e-05
     """
