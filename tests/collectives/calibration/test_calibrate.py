@@ -124,7 +124,7 @@ class TestKnownAnswers:
             "(--without-link), or allow peer access",
             "note: calibrated: 1 of 6552 copies off the median of their size, without effect: gpu0>gpu1 1MB repeat 4 "
             "(3x)",
-            "note: calibrated: off the median of the pairs joined alike: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 12 "
+            "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 12 "
             "us (usual: 10)",
         ]
 
@@ -177,7 +177,7 @@ class TestKnownAnswers:
         out = calibrate(machine(V100S.subset([0]), memory_rate=800), "dgx-1v", "--gpus", "0", "-o", str(path))
         # Twice 256 MB in 681.1 us: 10 us, and 256 MB at 400 GB/s.
         note = (
-            "calibrated: one GPU: there is no pair to measure; device memory copy 788.3 GB/s, bytes read and written "
+            "calibrated: one GPU, no pair to measure; device memory copy 788.3 GB/s, bytes read and written "
             "both counted (gpu0, 256MB)"
         )
         assert f"note: {note}" in out.splitlines()

@@ -121,7 +121,7 @@ class TestKnownAnswers:
         made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE)
         assert changes(V100S, made.topology) == {("gpu1", "gpu2"): 25.0}
         assert f"{MARK}changed by more than 20%, GB/s: gpu1>gpu2 50 to 25" in made.notes
-        assert f"{MARK}off the median of the pairs joined alike: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+        assert f"{MARK}off the median of the pairs with such links: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
 
     def test_a_slow_port_of_an_nvswitch_is_not_blamed_on_the_others(self) -> None:
         """All copies out of gpu3 are slow, those into it are not: the one port, and only out."""
@@ -318,7 +318,7 @@ class TestInvariants:
         made = calibrated(apart, copied(apart, lambda *_: 10), date=DATE)
         assert made.notes == (
             f"{MARK}0 of 0 links measured: each as fast as the fastest copy that crosses it",
-            f"{MARK}the topology shows no way for these copies, which have no effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
+            f"{MARK}copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
         )
 
     def test_a_pair_of_another_machine_is_refused(self) -> None:

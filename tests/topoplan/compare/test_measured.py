@@ -326,4 +326,4 @@ def test_communicators_side_by_side_are_told_apart() -> None:
         text = text.replace(f"Rank {rank:2d} Group  0", f"Rank {rank:2d} Group  1")
     found = judged(text, topoplan.load("dgx-a100"))
     assert found.gpus == (0, 1, 2, 3)
-    assert "2 communicators ran side by side" in found.warnings[0]
+    assert "2 communicators ran at once" in found.warnings[0]

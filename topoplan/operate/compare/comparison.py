@@ -1,11 +1,11 @@
-"""Compare trees with rings and NCCL's other schedules on an allocation, and bound what its links allow.
+"""Compare trees with rings and NCCL's other schedules on an allocation, and bound the rates of its links.
 
-Rivals are verified plans: the ring of NCCL before 2.8 (over NVLink, else PCIe, which the row says), the ring over
-NVLink with relays, the best that NCCL has today (these rings, its tree, NVLS), the double binary tree, and what else
-`topoplan.schedules.registry` gives a column. If the ring falls back, trees still run over NVLink: Blink, section
-2.2, figure 13. For measurements, switches do what they could (`topoplan.machine.variants.with_all_capabilities`) unless
-the caller settled that. A size is bound by latency if its unavoidable start-ups (`topoplan.model.times_by_size`) take
-longer than its bytes at the bound. Bus bandwidth may exceed what the NICs carry, n servers of g ranks, N = n g:
+Baselines are verified plans: the ring of NCCL before 2.8 (over NVLink, else PCIe, as the row says), the ring over
+NVLink with relays, NCCL's best today (these rings, its tree, NVLS), the double binary tree, and other schedules of
+`topoplan.schedules.registry` with a column. If the ring falls back, trees still run over NVLink: Blink, section 2.2,
+figure 13. For measurements, switches use all capabilities (`topoplan.machine.variants.with_all_capabilities`) unless
+the caller decides. A size is bound by latency if its unavoidable start-ups (`topoplan.model.times_by_size`) take longer
+than its bytes at the bound. Bus bandwidth may exceed that of the NICs, n servers of g ranks, N = n g:
 
     collective        the factor counts    must leave a server
     allreduce         2 (N - 1) / N        2 (n - 1) / n
@@ -44,16 +44,13 @@ from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
 
 OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
-"""Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
+"""Schedules with fields in a `Comparison`, in their order."""
 
 NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
-"""What NCCL has; of equally fast ones a `Comparison` names the first."""
-
+"""NCCL's schedules; of equally fast ones a `Comparison` names the first."""
 
 DIRECT = "direct sends"
-"""What NCCL has for an all-to-all: every block goes at once to its rank
-(`topoplan.schedules.low_latency.direct_sends`).
-"""
+"""NCCL's all-to-all: each block is sent directly to its rank (`topoplan.schedules.low_latency.direct_sends`)."""
 
 
 def compare(
@@ -70,8 +67,7 @@ def compare(
     collective: allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
     gpus: the allocation; all GPUs for None.
     root: GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels, nbytes: what the trees run over, and for which size, as in `topoplan.plan`; the rings choose for
-    themselves.
+    channels, nbytes: of the trees, as in `topoplan.plan`.
 
     NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
 
@@ -107,7 +103,7 @@ def compare(
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         notes.append(
-            f"trees do {helped:.6g} GB/s where {idle[0]}{more} copies and adds (--in-network nvswitch), "
+            f"trees do {helped:.6g} GB/s if {idle[0]}{more} copies and adds (--in-network nvswitch), "
             f"{trees.rate:.6g} without"
         )
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
@@ -143,10 +139,10 @@ def compare(
 def nccl_rivals(
     topology: Topology, collective: str, gpus: Sequence[int], root: int | None, proved: Certified
 ) -> tuple[dict[str, Plan], list[str]]:
-    """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
+    """Return NCCL's plans for a collective by name, in the order of `NCCL_COLUMNS`, and why it has no ring.
 
     topology, collective, gpus, root: as for `compare`.
-    proved: of the same request: schedules that do not go with its channels are left out.
+    proved: a plan or bound of the same request; schedules that do not suit its channels are left out.
     """
     rivals: dict[str, Plan] = {}
     missing = []
@@ -167,7 +163,7 @@ def nccl_rivals(
 
 
 def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:
-    """Switches on the links of a plan that could do more in the network than they do."""
+    """Return switches on the links of a plan with unused in-network capabilities."""
     if len(trees.ranks) == 1:
         return ()
     used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
@@ -175,7 +171,7 @@ def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str
 
 
 def columns() -> tuple[Schedule, ...]:
-    """The schedules that stand beside the trees: those of `OWN_COLUMNS`, then the others that name a column."""
+    """Return the schedules beside the trees: those of `OWN_COLUMNS`, then the others with a column."""
     others = (one for one in SCHEDULES.values() if one.column and one.name not in OWN_COLUMNS)
     return (*(SCHEDULES[name] for name in OWN_COLUMNS), *others)
 
@@ -188,21 +184,16 @@ def compare_all(
     most_listed: int = MOST_LISTED,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Comparison, ...]:
-    """Compare trees with rings on one allocation of each class.
+    """Compare trees with rings on one allocation of each class, by number of GPUs, then by representative.
 
     sizes: numbers of GPUs; 2 to N for None.
-    most_listed: allocations of a class up to which they are listed.
-    progress: called with a line of text before each class.
+    most_listed: most allocations of a class that are listed.
+    progress: receives a line of text before each class.
 
-    Returns ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
-    the root.
-
-    Notes
-    -----
-    The rates of trees, bound, NVLink rings and relaying rings depend on the class alone (those of a rooted collective
-    also on the root, where links are unequal in their two directions). Number and height of the trees, a double
-    binary tree, and a PCIe ring beside NVLink trees also depend on how the GPUs are numbered and sit on PCIe: these
-    are the representative's.
+    The representative's first GPU is the root. The rates of trees, bound, NVLink rings and relaying rings depend on the
+    class alone (those of a rooted collective also on the root, if links are unequal in their two directions). Number
+    and height of the trees, a double binary tree, and a PCIe ring beside NVLink trees also depend on the numbering of
+    the GPUs and their places on PCIe: these are the representative's.
 
     >>> import topoplan
     >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
@@ -221,7 +212,7 @@ def compare_all(
 
 
 def compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
-    """As `compare`, of the representative of a class; rates of 0 where no path joins it."""
+    """Return `compare` of the representative of a class; rates of 0 if no path joins it."""
     try:
         found = compare(topology, collective, gpus=one.gpus)
         return replace(found, members=one.members, allocations=one.allocations)
@@ -249,18 +240,17 @@ def compare_class(topology: Topology, collective: str, one: AllocationClass) -> 
 
 
 LATENCY, BANDWIDTH = "latency", "bandwidth"
-"""What can bind a size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nics:
-    """What leaves a server.
+    """Bandwidth out of a server.
 
-    servers, ranks: servers of the allocation, and ranks on each; of unequal ones on that with the narrowest way out.
-    count: NICs of that server, or cables where it has none.
+    servers, ranks: servers of the allocation, and ranks on each; of unequal ones on that with the least bandwidth out.
+    count: NICs of that server, or cables if it has none.
     server, one: GB/s in one direction out of that server, and of its widest NIC.
-    factor, leaving: as the table above: what a byte of the buffer counts in bus bandwidth, and what of it must leave a
-    server.
+    factor, leaving: as in the table above: weight of a byte of the buffer in bus bandwidth, and its part that must
+    leave a server.
     """
 
     servers: int
@@ -279,18 +269,17 @@ class Nics:
 
 @dataclass(frozen=True, slots=True)
 class Attainable:
-    """What a collective can reach on an allocation. Rates are GB/s of algorithm bandwidth.
+    """Attainable rates of a collective on an allocation, in GB/s of algorithm bandwidth.
 
-    channels: wires that the bound speaks of.
-    nccl: rates of what NCCL has, best first; of equal ones in the order of
-    `topoplan.operate.compare.comparison.NCCL_COLUMNS`.
-    best: what no schedule exceeds.
-    links: which wires bind, in the words of the certificate.
+    channels: channels of the bound.
+    nccl: rates of NCCL's schedules, best first; ties in the order of `NCCL_COLUMNS`.
+    best: upper bound of any schedule.
+    links: the binding links, in the words of the certificate.
     factor: bus bandwidth over algorithm bandwidth.
     time: the least time of every schedule, by size.
     nics: None within one server.
-    model: what NCCL itself expects of each algorithm and protocol; empty where it has no model.
-    in_network: what no schedule exceeds if switches copied and added wherever they could; None where that is no more.
+    model: expectations of NCCL's own model by algorithm and protocol; empty without one.
+    in_network: upper bound if all switches copied and added; None if not higher.
     """
 
     collective: str
@@ -307,15 +296,15 @@ class Attainable:
 
     @property
     def nccl_best(self) -> float | None:
-        """The best of NCCL; None where it has nothing."""
+        """The best rate of NCCL, or None."""
         return self.nccl[0][1] if self.nccl else None
 
     def expected(self, nbytes: int) -> NcclExpectation | None:
-        """What NCCL would choose, by its own model; None where it has none."""
+        """Return the choice of NCCL's own model, or None."""
         return min(self.model, key=lambda one: one.seconds(nbytes), default=None)
 
     def bound_by(self, nbytes: int) -> str:
-        """`LATENCY` or `BANDWIDTH`: start-ups and bytes add up to the least time."""
+        """Return `LATENCY` or `BANDWIDTH`: the larger part of the least time."""
         moving = nbytes / (self.best * 1e9)
         return BANDWIDTH if moving > self.time.seconds(nbytes) - moving else LATENCY
 
@@ -327,9 +316,9 @@ def attainable(
     gpus: Sequence[int] | None = None,
     root: int | None = None,
 ) -> Attainable:
-    """What NCCL and what any schedule can reach.
+    """Return the attainable rates of NCCL and of any schedule.
 
-    topology: its switches do what it says they do: see `topoplan.machine.variants.with_all_capabilities`.
+    topology: switches use their stated capabilities (`topoplan.machine.variants.with_all_capabilities`).
     collective, gpus, root: as for `topoplan.plan`.
 
     >>> import topoplan
@@ -343,7 +332,7 @@ def attainable(
     ('ring', 'll', 16)
     """
     chosen = topology.select(gpus)
-    # beyond so many ranks the bound without a plan is as good, and does not take minutes
+    # with more ranks the bound without a plan is as good, and does not take minutes
     small = len(chosen) <= MOST_RANKS
     make = plan if small else bound
     proved = make(topology, collective, gpus=chosen, root=root)
@@ -372,7 +361,7 @@ def attainable(
 
 
 def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
-    """What NCCL expects; nothing where it does not choose, or does not know the machine."""
+    """Return NCCL's expectations; () if it does not choose, or does not know the machine."""
     if collective not in COLLECTIVES:
         return ()
     try:
@@ -382,7 +371,7 @@ def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:
-    """What leaves the server with the narrowest way out; None on one server."""
+    """Return the NICs of the server with the least bandwidth out; None on one server."""
     servers = FabricServers(fabric)
     count = len(servers.names)
     if count < 2 or collective not in ALL_COLLECTIVES:
@@ -410,7 +399,7 @@ def _nics(fabric: Fabric, collective: str) -> Nics | None:
         "allreduce": 1.0 if adds else 2 * (count - 1) / count,
         "allgather": (size - ranks) / size,
         "reduce_scatter": (size - ranks) / size,
-        # of every rank: all of them share the way out
+        # all ranks share the links out
         "alltoall": ranks * (size - ranks) / size,
     }.get(collective, 1.0)
     return Nics(
