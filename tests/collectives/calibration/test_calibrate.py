@@ -310,8 +310,8 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-2"],
-                "CUDA shows 8 GPUs and dgx-2 has 16 without bus ids, so which is which cannot be told; give what "
-                "topoplan probe finds, or --gpus with those that CUDA shows",
+                "CUDA shows 8 GPUs and dgx-2 has 16 without bus ids, so they cannot be matched; give the topology of "
+                "topoplan probe, or --gpus with the visible ones",
             ),
             (
                 machine(),

@@ -373,15 +373,15 @@ class TestMatching:
                 NAMED,
                 None,
                 ["0a", "0b"],
-                "box is another machine: its GPUs sit at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, and "
+                "box is another machine: its GPUs are at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, but "
                 "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
             ),
             (
                 box(),
                 None,
                 ["06", "07"],
-                "CUDA shows 2 GPUs and box has 4 without bus ids, so which is which cannot be told; give what topoplan "
-                "probe finds, or --gpus with those that CUDA shows",
+                "CUDA shows 2 GPUs and box has 4 without bus ids, so they cannot be matched; give the topology of "
+                "topoplan probe, or --gpus with the visible ones",
             ),
             (
                 box(),
@@ -393,7 +393,7 @@ class TestMatching:
                 cluster([Server(V100S, count=2)], nic_gbps=100),
                 None,
                 ["06"],
-                "2 x dgx-1v has 2 servers, and one is measured at a time; give the topology of this server",
+                "2 x dgx-1v must be one server, got 2 servers; give the topology of this server",
             ),
             (box(), [4], ["06"], "GPU 4 is out of range: box has GPUs 0 to 3"),
         ],

@@ -289,7 +289,7 @@ def test_csv_json_and_what_calibrate_prints_are_read_alike() -> None:
         ("a,b,GB/s\ns0,s1,inf\n", "'inf' is no rate"),
         ("a,b,GB/s\ns0,s7,3\n", "'s7' is no GPU"),
         ("a,b,GB/s\ns0,s0,3\n", "a pair has two ends"),
-        ("a,b,GB/s\ns0,s2,3\n", "was not asked for"),
+        ("a,b,GB/s\ns0,s2,3\n", "is not a planned test"),
         ('{"pairs": [{"src": "s0"', "was the file cut?"),
         ('{"pairs": [{"src": "s0", "dst": 3}]}', "needs src, dst and bandwidth"),
         ('{"pairs": [{"src": "s0", "dst": "s1", "bandwidth": true}]}', "True is no rate"),

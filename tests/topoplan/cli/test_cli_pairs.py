@@ -172,7 +172,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         (["dgx-1v", "--results", "HOSTS"], "dgx-1v has 1 server; give --servers 3"),
         ([*NODES, "--results", "HOSTS", "--hosts", "n[1-3]"], "3 names for 4 servers"),
         ([*FOUR, "--results", "nowhere"], "nowhere cannot be read"),
-        ([*FOUR, "--results", "R", "--times", "1"], "was not asked for"),
+        ([*FOUR, "--results", "R", "--times", "1"], "is not a planned test"),
         ([*FOUR, "--results", "R", "--format", "ssh"], "do not go together"),
         ([*FOUR, "-o", "x"], "-o writes a script"),
         ([*FOUR, "--json", "--format", "ssh"], "leave one out"),

@@ -256,7 +256,7 @@ def test_allocations_across_unconnected_servers_form_classes_without_a_channel()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sizes": [1]}, "1 GPUs are no size to compare: dgx-1v has allocations of 2 to 8 GPUs"),
+        ({"sizes": [1]}, "sizes must be from 2 to 8, the GPUs of dgx-1v, got 1"),
         ({"sizes": [3, 9]}, "9 GPUs are no size"),
         ({"channels": "smoke"}, "channels 'smoke' is unknown; use one of auto, nvlink, pcie"),
     ],

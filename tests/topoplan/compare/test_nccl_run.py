@@ -142,7 +142,7 @@ def test_one_rank_alone_is_told() -> None:
     ("machine", "more", "told"),
     [
         ("v100x4", {}, "ran on device 4 of node1, and v100x4 has 4 GPUs"),
-        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, and --gpus names 2"),
+        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, but --gpus names 2"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(machine: str, more: dict[str, object], told: str) -> None:
