@@ -214,7 +214,7 @@ class _ChannelTimes:
         return tuple(notes)
 
     def helpful_size(self) -> int | None:
-        """Return the bytes, to 1 / 64, from which the model finds all channels faster than the first; None for never."""
+        """Return the bytes, to 1 / 64, from which all channels are faster than the first; None for never."""
         # below this size the first channel ends before the next one starts
         low = int(self.rates[0] * 10**9 * max(Fraction(0), min(self.starts[1:]) - self.starts[0]))
         return first_size(self._helps, max(1, low))

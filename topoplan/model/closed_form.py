@@ -110,7 +110,7 @@ class Pipeline:
         return last
 
     def lane_seconds(self, nbytes: float, chunks: Indices) -> Floats:
-        """Return the closed form of every part, launch included, as (L, C) float64. Parameters are those of `seconds`."""
+        """Return the closed form of every part, launch included, as (L, C) float64; parameters as `seconds`."""
         if not self.flow.hops:
             return np.full((len(self.lanes), chunks.shape[1]), LAUNCH)
         pipelined = self._pipelined(nbytes, chunks, rounds=0)
@@ -198,7 +198,7 @@ def pipeline(flow: Dataflow) -> Pipeline:
 
 
 def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
-    """Return the chunks of every shard: as few as ``chunk_bytes`` allows, or the fastest number of its part for None."""
+    """Return the chunks of every shard: as few as ``chunk_bytes`` allows, or the fastest number for None."""
     if nbytes < 0:
         raise UsageError(f"nbytes must be 0 or more, got {nbytes}; give a size of zero or more")
     if chunk_bytes is None:

@@ -324,7 +324,7 @@ class TestContract:
             (("--plot-size", "6"), "'6' is no size in inches from 1x1 to 200x200, such as 6x4"),
             (("--plot-size", "0x4"), "'0x4' is no size"),
             (("--font", "Nosuch Sans"), "the font 'Nosuch Sans' is not installed"),
-            (("--plot-format", "docx"), "'docx' is no figure format; use png, svg or pdf"),
+            (("--plot-format", "docx"), "'docx' is not a figure format; use png, svg or pdf"),
         ],
     )
     def test_bad_looks_of_figures(

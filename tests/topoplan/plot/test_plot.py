@@ -458,7 +458,7 @@ def test_the_look_of_a_figure_is_refused_in_one_line(tmp_path: Path) -> None:
     draw = partial(draw_trees, topoplan.plan("v100x4"))
     looks = {
         "font 'Nosuch' is not installed": Look(font="Nosuch"),
-        "'docx' is no figure format": Look(file_format="docx"),
+        "'docx' is not a figure format": Look(file_format="docx"),
         "pixels is too large": Look(size=(90, 90), dpi=2400),
     }
     for message, look in looks.items():

@@ -184,7 +184,7 @@ def _couples(count: int) -> Iterable[tuple[int, int]]:
 def _ends(
     routes: CopyRoutes, topology: Topology, names: Sequence[str], *, every_gpu: bool
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the participating GPUs of a cluster, those of NIC 0 of all servers first, and GPUs that reach no server."""
+    """Return the participating GPUs of a cluster, NIC 0 of all servers first, and GPUs that reach no server."""
     of_server: dict[str, list[str]] = {}
     for name in names:
         of_server.setdefault(topology.device(name).server, []).append(name)
