@@ -293,8 +293,6 @@ def split_shares(
 
     >>> split_shares([Fraction(150), Fraction(8)], [Fraction(0), Fraction(37, 10000)], None)
     (Fraction(75, 79), Fraction(4, 79))
-    >>> [float(share) for share in split_shares([Fraction(2), Fraction(1)], [Fraction(0), Fraction(1)], 1 << 20)]
-    [1.0, 0.0]
     """
     if nbytes is None:
         total = sum(rates, Fraction(0))

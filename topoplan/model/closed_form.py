@@ -223,12 +223,6 @@ def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
     """Return the length of the longest chain of hops that ends before each hop; 0 for a hop that waits for none.
 
     seconds: (F, C) float64, time of every hop; the result has the same shape.
-
-    >>> import topoplan
-    >>> from topoplan.model.dataflow import dataflow
-    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
-    >>> int(longest_chains(np.ones((len(flow.hops), 1)), forward_levels(flow)).max())
-    1
     """
     reach = np.zeros_like(seconds)
     for level in levels:

@@ -87,7 +87,11 @@ class CopyRoutes:
             striped = self._stages("nvlink", src, dst)
             if striped:
                 return CopyRoute("nvlink", tuple(tuple(link for link, _, _ in stage) for stage in striped))
-        path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
+        if through_host and self._cpus:
+            halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
+            path = min((up + down for up, down in halves if up and down), key=len, default=())
+        else:
+            path = self._path(src, dst)
         return CopyRoute("pcie", tuple((link,) for link in path)) if path else None
 
     def between_servers(self, src: str, dst: str) -> CopyRoute | None:
@@ -100,12 +104,6 @@ class CopyRoutes:
         out = [place for place, link in enumerate(path) if link.src in self._switches]
         ends = (into[0], out[-1]) if into and out else (0, len(path) - 1)
         return CopyRoute("network", tuple((link,) for link in path), ends)
-
-    def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
-        """Return a shortest PCIe path through a CPU, the first of equally short ones."""
-        halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
-        whole = [up + down for up, down in halves if up and down]
-        return min(whole, key=len, default=())
 
     def _walked(self, src: str, dst: str, channel: str = "pcie") -> tuple[Link, ...]:
         """Return one shortest path, or ()."""

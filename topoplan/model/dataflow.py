@@ -67,16 +67,7 @@ def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
 
 
 def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
-    """Return the seconds of start-up of a hop over a sequence of links.
-
-    >>> import topoplan
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(pair, ("nvlink", "network"))
-    >>> across = next(arc for arc in fabric.arcs if (arc.tail, arc.head) == (0, 8))
-    >>> round(route_latency([fabric.links[link] for link in across.links], device_kinds(pair)) * 1e6, 1)
-    36.0
-    """
+    """Return the seconds of start-up of a hop over a sequence of links."""
     networked = any(link.channel == "network" for link in links)
     return sum(
         link_latency(link, kinds)
@@ -98,8 +89,6 @@ def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fra
     >>> import topoplan
     >>> channel_starts(topoplan.load("dgx-1v"), ("nvlink", "pcie"))
     {'nvlink': Fraction(0, 1), 'pcie': Fraction(37, 10000)}
-    >>> channel_starts(topoplan.load("dgx-1v"), ("pcie",))
-    {'pcie': Fraction(0, 1)}
     """
     starts = dict.fromkeys(channels, Fraction(0))
     if "nvlink" in starts and "pcie" in starts:
@@ -185,13 +174,7 @@ class Dataflow:
 
 
 def dataflow(plan: Plan) -> Dataflow:
-    """Return the hops of a plan and their dependencies.
-
-    >>> import topoplan
-    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
-    >>> len(flow.hops), len(flow.hops[0].links)
-    (480, 2)
-    """
+    """Return the hops of a plan and their dependencies."""
     fabric = Fabric(plan.topology, plan.channels)
     kinds = device_kinds(plan.topology)
     hops: list[Hop] = []
@@ -202,7 +185,8 @@ def dataflow(plan: Plan) -> Dataflow:
             upwards = stage.op == "reduce"
             gather = stage.op == "gather"
             if not gather:
-                _arrive(arriving, exchanged)
+                for rank, received in exchanged.items():
+                    arriving.setdefault(rank, []).extend(received)
                 exchanged = {}
             carried: dict[int, int] = {}
             edges = stage.top_down()
@@ -246,12 +230,6 @@ def dataflow(plan: Plan) -> Dataflow:
     )
 
 
-def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> None:
-    """Add the result of a finished exchange to ``arriving``."""
-    for rank, hops in exchanged.items():
-        arriving.setdefault(rank, []).extend(hops)
-
-
 def switched_hops(plan: Plan) -> int:
     """Return the number of edges that take PCIe between GPUs that NVLink joins too, for which peer access is switched.
 
@@ -260,8 +238,6 @@ def switched_hops(plan: Plan) -> int:
     >>> import topoplan
     >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
     1
-    >>> switched_hops(topoplan.plan("dgx-1v", gpus=[0, 1, 6]))
-    0
     """
     if ALL not in plan.channels:
         return 0
@@ -316,7 +292,9 @@ class Starters:
         start-ups, and from the end of its last one. No order is faster: a route begins after the least ``before`` and
         ends with the least ``after``.
         """
-        order, first = self._grouped()
+        route = np.array(self.route, dtype=np.int64)
+        order = np.argsort(route, kind="stable")
+        first = np.searchsorted(route[order], np.arange(len(self.wires)))
         wires = np.array(self.wires, dtype=np.float64)[:, None]
         every = starting * np.array(self.copies, dtype=np.float64)[:, None]
         busy = np.add.reduceat(every[order], first, axis=0) / wires
@@ -324,23 +302,11 @@ class Starters:
         longest: Floats = (earliest + busy + latest)[list(self.route)]
         return longest
 
-    def _grouped(self) -> tuple[Indices, Indices]:
-        """The hops in the order of their routes, and where each route begins."""
-        route = np.array(self.route, dtype=np.int64)
-        order = np.argsort(route, kind="stable")
-        return order, np.searchsorted(route[order], np.arange(len(self.wires)))
-
 
 def starters(flow: Dataflow) -> Starters:
     """Return the routes of a dataflow and the hops on each.
 
     DGX-2, one hop: two ranks share a reduce and a broadcast, each on a route of its own direction.
-
-    >>> import topoplan
-    >>> from topoplan.model.dataflow import dataflow
-    >>> found = starters(dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce")))
-    >>> len(found.route), len(found.wires), found.route.count(0)
-    (480, 240, 2)
     """
     links = flow.fabric.links
     if flow.images is None:

@@ -312,12 +312,6 @@ def chrome_trace(run: SimulatedRun) -> str:
     The format is the Trace Event Format that ``chrome://tracing`` and Perfetto open; times are in microseconds. Rows
     are in the order of the links; a box carries its shard, stage, chunk and ranks. A channel that starts after the
     launch has its own row, with one box until its start.
-
-    >>> import topoplan
-    >>> run = run_events(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), nbytes=1 << 20)
-    >>> events = json.loads(chrome_trace(run))["traceEvents"]
-    >>> sum(event["ph"] == "X" for event in events) == len(run.transfers)
-    True
     """
     used = sorted({transfer.link for transfer in run.transfers})
     rows: list[dict[str, object]] = [

@@ -313,16 +313,14 @@ class _FluidSimulation:
         for link, members in flows.items():
             first = min(self.level[number] for number in members)
             served = [number for number in members if self.level[number] == first]
-            weights = [self._weight(link, number) for number in served]
+            weigh = self.policy.weight
+            weights = [
+                1.0 if weigh is None else weigh((self._step(link, number) + 0.5) / STEPS) for number in served
+            ]
             whole = math.fsum(weights)
             for number, weight in zip(served, weights, strict=True):
                 rates[link, number] = self.jobs.links[link] * 1e9 * weight / whole
         return rates
-
-    def _weight(self, link: str, number: int) -> float:
-        if self.policy.weight is None:
-            return 1.0
-        return self.policy.weight((self._step(link, number) + 0.5) / STEPS)
 
     def _step(self, link: str, number: int) -> int:
         """Return the number of weight steps that a flow has sent."""

@@ -125,12 +125,6 @@ def read_jobs(text: str, *, folder: str = "") -> Workload:
     """Return the jobs of a file, format ``topoplan.jobs/1`` (see `docs/file-formats.md`).
 
     folder: the folder of the plan files that the text names.
-
-    >>> stage = '{"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}'
-    >>> head = '{"format": "topoplan.jobs/1", "links": {"leaf0": 1.0}, '
-    >>> jobs = read_jobs(head + '"jobs": [{"name": "a", "gpus": 8, "stages": [%s]}]}' % stage)
-    >>> jobs.jobs[0].stages[0].alone(jobs.links)
-    3.0
     """
     try:
         return _jobs(decode_json(text, "the jobs file"), folder)

@@ -111,12 +111,6 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
 
     Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the next, the size
     is found by bisection.
-
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-2")
-    >>> one_hop, ring = topoplan.plan(machine, "allreduce"), topoplan.ring(machine, "allreduce")
-    >>> crossover(one_hop, ring, 1 << 10, 1 << 30)
-    Crossover(nbytes=1024, faster_below='first')
     """
     if not 0 < low <= high:
         raise UsageError(f"size range must be 0 < low <= high in bytes, got {low} to {high}")

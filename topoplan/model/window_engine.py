@@ -133,7 +133,10 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
     "windows engine: figures of Blackwell, from NCCL's model; --engine-costs takes measured ones"
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
-    known = {gpu.model: _capability(gpu.fact("sm"), gpu.model) for gpu in gpus}
+    known = {
+        gpu.model: int(sm) if (sm := gpu.fact("sm")).isdecimal() else compute_capability(gpu.model) or 0
+        for gpu in gpus
+    }
     model, oldest = min(known.items(), key=lambda item: (item[1], item[0]))
     least = max((sm for sm in BY_CAPABILITY if sm <= oldest), default=None)
     if least is None:
@@ -143,10 +146,6 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
         )
     costs = BY_CAPABILITY[least]
     return costs, f"{words_of(costs)}; --engine-costs takes measured ones"
-
-
-def _capability(stated: str, model: str) -> int:
-    return int(stated) if stated.isdecimal() else compute_capability(model) or 0
 
 
 def words_of(costs: EngineCosts) -> str:
@@ -243,11 +242,6 @@ def kernel_steps(flow: Dataflow) -> KernelSteps:
     """Return the steps of a dataflow.
 
     One hop among four: each rank joins three and sends to three, sends to three, and receives from three.
-
-    >>> import topoplan
-    >>> steps = kernel_steps(dataflow(topoplan.one_hop(topoplan.load("v100x4"))))
-    >>> steps.most, sorted(set(zip(steps.arrivals[:, 0].tolist(), steps.departures[:, 0].tolist())))
-    (7, [(0.0, 1.0), (1.0, 0.0), (3.0, 3.0)])
     """
     found: dict[tuple[int, int, tuple[int, ...]], int] = {}
     before: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -305,7 +299,6 @@ class WindowsClock:
     All GPUs of the plan write to each other's memory. `packets_to` is the most bytes that go in packets; 0 for none.
 
     >>> import topoplan
-    >>> from topoplan.model.window_engine import HOPPER
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
     >>> time.setting(4 << 10).packets, time.setting(64 << 20).packets
     (True, False)

@@ -269,14 +269,7 @@ _WITH_BUS_ID = ("gpu", "nic", "pcie", "nvswitch")
 
 
 def matching_devices(a: Topology, b: Topology) -> dict[str, str]:
-    """Return the device of ``a`` for each device of ``b`` that has a counterpart.
-
-    >>> import topoplan
-    >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15\\n"
-    >>> found = matching_devices(topoplan.load("v100x4"), topoplan.load(text))
-    >>> found["gpu0"], found["gpu1"]
-    ('gpu0', 'gpu1')
-    """
+    """Return the device of ``a`` for each device of ``b`` that has a counterpart."""
     kinds = (
         {device.name: device.kind for device in a.devices},
         {device.name: device.kind for device in b.devices},

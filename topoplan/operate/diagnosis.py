@@ -404,12 +404,6 @@ def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -
     """Return the faults of a machine as warnings, without those in its notes; of many of one kind the first.
 
     gpus: leave out faults that affect other GPUs only; None for all.
-
-    >>> import topoplan
-    >>> machine_warnings(topoplan.load("dgx-1v"))
-    ()
-    >>> machine_warnings(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
-    ('warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s',)
     """
     others = set() if gpus is None else set(topology.gpus) - set(gpus)
     texts: dict[Kind, list[str]] = {}

@@ -82,16 +82,7 @@ class Fault:
 
 
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
-    """Return the machine with the links of some faults repaired.
-
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> broken = topoplan.without_links(machine, ["gpu0-gpu3"])
-    >>> both = tuple(link for link in machine.links if {link.src, link.dst} == {"gpu0", "gpu3"})
-    >>> fault = Fault("link missing", ("gpu0", "gpu3"), "no NVLink", "2 NVLinks of 25 GB/s", both)
-    >>> sorted(mended(broken, [fault]).links, key=str) == sorted(machine.links, key=str)
-    True
-    """
+    """Return the machine with the links of some faults repaired."""
     wanted = {(link.src, link.dst, link.channel): link for fault in faults for link in fault.links}
     kept = tuple(wanted.pop((link.src, link.dst, link.channel), link) for link in topology.links)
     return replace(topology, links=(*kept, *wanted.values()))

@@ -215,8 +215,14 @@ class _RingRates:
     ) -> None:
         self._hops = hops
         self._axes = [
-            (groups_along(extents, axis), weight, _factor(collective, dict(extents)[axis]))
+            # `bus_factor` without rounding: no denominator exceeds the number of ranks
+            (
+                groups_along(extents, axis),
+                weight,
+                Fraction(bus_factor(collective, size)).limit_denominator(size),
+            )
             for axis, weight in weights
+            if (size := dict(extents)[axis])
         ]
 
     def placement(self, ranks: tuple[int, ...], factors: Factors) -> MeshPlacement:
@@ -231,11 +237,6 @@ class _RingRates:
         ]
         together = hops.rate(summed(whole)) if len(whole) == len(loads) else Fraction(0)
         return MeshPlacement(ranks, factors, alone, together)
-
-
-def _factor(collective: str, size: int) -> Fraction:
-    """Return `bus_factor` without rounding: no denominator exceeds the number of ranks."""
-    return Fraction(bus_factor(collective, size)).limit_denominator(size)
 
 
 def _levels(hops: HopLoads, order: RankOrder) -> tuple[tuple[str, int], ...]:
@@ -341,12 +342,7 @@ def _packed(
 
 
 def reordered(topology: Topology, order: Sequence[int]) -> Topology:
-    """Return the machine with its GPUs numbered in an order.
-
-    >>> import topoplan
-    >>> reordered(topoplan.load("v100x4"), [2, 0, 1, 3]).gpus
-    ('gpu2', 'gpu0', 'gpu1', 'gpu3')
-    """
+    """Return the machine with its GPUs numbered in an order."""
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     turned = iter([gpus[place] for place in order])
     return replace(

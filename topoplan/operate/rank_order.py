@@ -36,10 +36,6 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     """Return the GB/s of bus bandwidth that no order's ring exceeds.
 
     groups: sets of servers whose outgoing links are bounded, besides single servers.
-
-    >>> import topoplan
-    >>> float(ring_bound(HopLoads(topoplan.load("dgx-1v"))))
-    50.0
     """
     several = len(hops.servers) > 1
     limits: list[Fraction] = []
@@ -238,7 +234,10 @@ def best_order(
     limit = ring_bound(hops, [group for level in levels for group in level])
     before = hops.rates(now)
     if hops.size <= LARGEST_LISTED:
-        found, proof = _all_ranks(hops, now), ENUMERATED
+        rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
+        table = HopTable(hops, rows, [hops.server_of[rank] for rank in now])
+        listed = _listed(table, len(now), tree=len(hops.servers) > 1)
+        found, proof = tuple(now[place] for place in listed), ENUMERATED
     else:
         found, proof = _composed(hops, now, levels, limit), ""
     after = hops.rates(found)
@@ -258,10 +257,6 @@ def near_servers(hops: HopLoads) -> Levels:
     """Return groups of servers on a switch, below one, and so on, from single servers to all.
 
     If the switches form no tree, or NICs are on several, groups are servers within a number of links.
-
-    >>> import topoplan
-    >>> near_servers(HopLoads(topoplan.load("fat-tree:2")))
-    (((0,), (1,)), ((0, 1),))
     """
     count = len(hops.servers)
     levels: list[tuple[Order, ...]] = [tuple((server,) for server in range(count))]
@@ -329,13 +324,6 @@ def _listed(table: HopTable, size: int, *, tree: bool, closed: bool = True) -> O
         orders = np.concatenate([np.roll(ties, turn, axis=1) for turn in range(size)])
         scores = table.scores(orders, tree=True)
     return tuple(orders[least(scores, orders)].tolist())
-
-
-def _all_ranks(hops: HopLoads, now: Order) -> Order:
-    """Return the best of all orders of a few ranks."""
-    rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
-    table = HopTable(hops, rows, [hops.server_of[rank] for rank in now])
-    return tuple(now[place] for place in _listed(table, len(now), tree=len(hops.servers) > 1))
 
 
 def _composed(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:

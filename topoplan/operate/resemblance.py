@@ -175,7 +175,8 @@ def resemblance(server: Topology) -> Resemblance:
         if other.sort != shape.sort or _other_maker(server, machine):
             continue
         if shape.sort == "none":
-            laid = _without_nvlinks(server, machine)
+            equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
+            laid = Resemblance(machine, exact=True) if equal else None
         elif shape.sort == "switched":
             laid = _switched(server, shape, machine, other)
         else:
@@ -306,11 +307,6 @@ def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
     return (len(machine.gpus) - len(server.gpus), not named, parts, foreign)
 
 
-def _without_nvlinks(server: Topology, machine: Topology) -> Resemblance | None:
-    equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
-    return Resemblance(machine, exact=True) if equal else None
-
-
 def _rates_equal(shape: NvlinkShape, other: NvlinkShape) -> bool:
     return shape.rate <= ALIKE * other.rate and other.rate <= ALIKE * shape.rate
 
@@ -362,7 +358,7 @@ def _direct(
     if places is None and count == len(other.gpus):
         if short_pairs(have, other.carried, numbers) is not None:
             places = numbers
-        elif not all(map(any, have)) or _few_short(have, other.carried):
+        elif not all(map(any, have)) or sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, other.carried)):
             tries = (
                 embed(have, other.carried, pairs=k, first=numbers, host=host)
                 for k in range(1, MOST_PAIRS + 1)
@@ -397,11 +393,6 @@ def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
     numbers = tuple(int(one[1]) if one else -1 for one in found)
     fits = len(set(numbers)) == count and all(0 <= number < most for number in numbers)
     return numbers if fits else tuple(range(count))
-
-
-def _few_short(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
-    """Return whether so little is short that a search for places is worthwhile."""
-    return sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, want))
 
 
 def _credible(

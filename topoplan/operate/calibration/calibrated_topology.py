@@ -169,12 +169,6 @@ def link_latencies(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, float]:
     paid by the two ends, and hardly depends on the devices that forward in between (see `topoplan.model.dataflow`).
     Each link gets the median over its routes, so if the copies of two ends agree, their alphas add up again. Copies
     through the host count only for links that no other copy crosses.
-
-    >>> from topoplan.operate.calibration.fit import HockneyLine
-    >>> up, down = Link("gpu0", "nvswitch0", "nvlink", 150), Link("nvswitch0", "gpu1", "nvlink", 150)
-    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", HockneyLine(1e-5, 130, 0)), CopyRoute("nvlink", ((up,), (down,))))
-    >>> sum(link_latencies([copy]).values())
-    1e-05
     """
     direct = _latencies(copies, lambda copy: not copy.fit.through_host)
     return _latencies(copies, lambda copy: copy.fit.through_host) | direct
@@ -212,11 +206,8 @@ def source_of(topology: Topology, measurement: Measurement, date: str) -> str:
 
     >>> from topoplan.machine.topology import Topology
     >>> first = Measurement("by hand", (1, 2), 5, ())
-    >>> once = source_of(Topology("pair", (), (), source="a paper"), first, "2026-11-21")
-    >>> once
+    >>> source_of(Topology("pair", (), (), source="a paper"), first, "2026-11-21")
     'calibrated 2026-11-21: by hand, 1B to 2B, median of 5; links that were not measured: a paper'
-    >>> source_of(Topology("pair", (), (), source=once), Measurement("by hand", (1, 4), 5, ()), "2026-11-22")
-    'calibrated 2026-11-22: by hand, 1B to 4B, median of 5; links that were not measured: a paper'
     """
     before = topology.source
     if before.startswith("calibrated "):

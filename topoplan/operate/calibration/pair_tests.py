@@ -116,7 +116,10 @@ def possible_tests(
     if len(names) > MOST_ENDS:
         raise UsageError(f"ends must be at most {MOST_ENDS}, got {len(names)}; name fewer GPUs with --gpus")
     tests = []
-    for a, b in _couples(len(names)):
+    count = len(names)
+    # with many ends only near ones are paired
+    near = count if count * (count - 1) // 2 <= MOST_TESTS else max(1, MOST_TESTS // count)
+    for a, b in ((i, j) for i in range(count) for j in range(i + 1, min(count, i + 1 + near))):
         src, dst = names[a], names[b]
         if many and servers[src] == servers[dst]:
             continue
@@ -173,12 +176,6 @@ def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
     share = min(1.0, *(width[key] / load for total in loads for key, load in total.items()))
     out_loads, back_loads = ({key: load * share for key, load in total.items()} for total in loads)
     return PairTest(src, dst, channel, rate * share, out_loads, back_loads)
-
-
-def _couples(count: int) -> Iterable[tuple[int, int]]:
-    """Return pairs of positions of ends: all of them, or with many ends near ones only."""
-    near = count if count * (count - 1) // 2 <= MOST_TESTS else max(1, MOST_TESTS // count)
-    return ((a, b) for a in range(count) for b in range(a + 1, min(count, a + 1 + near)))
 
 
 def _ends(

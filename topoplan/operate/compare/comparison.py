@@ -194,11 +194,6 @@ def compare_all(
     class alone (those of a rooted collective also on the root, if links are unequal in their two directions). Number
     and height of the trees, a double binary tree, and a PCIe ring beside NVLink trees also depend on the numbering of
     the GPUs and their places on PCIe: these are the representative's.
-
-    >>> import topoplan
-    >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
-    >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
-    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((2, 3, 5), 'all', 'pcie ring', 4), ((3, 4, 5), 'all', 'pcie ring', 4)]
     """
     topology = as_topology(topology)
     collective = check_collective(collective)

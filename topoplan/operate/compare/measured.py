@@ -390,10 +390,15 @@ def nic_words(row: JudgedRow) -> str | None:
         else "the NIC of a server"
     )
     if busbw > whole * 1.001 and nics.leaving:
+        leaving = (
+            f"all ranks of a server together send {nics.leaving:.4g} out of it"
+            if row.collective == "alltoall"
+            else f"only {nics.leaving:.4g} must leave a server"
+        )
         return (
             f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above {of}, which are full at "
-            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and "
-            f"{_leaving_words(row.collective, nics.leaving)}, the rest stays inside servers"
+            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and {leaving}, the "
+            "rest stays inside servers"
         )
     if nics.count > 1 and busbw > nics.one * 1.001:
         return (
@@ -401,9 +406,3 @@ def nic_words(row: JudgedRow) -> str | None:
             f"server has {nics.count} of them, and all carry a part"
         )
     return None
-
-
-def _leaving_words(collective: str, leaving: float) -> str:
-    if collective == "alltoall":
-        return f"all ranks of a server together send {leaving:.4g} out of it"
-    return f"only {leaving:.4g} must leave a server"

@@ -90,16 +90,14 @@ class RankedSets:
                 )
             found = allocation_classes(self._part, sizes=[count], most_listed=MOST_SETS)
             named = {
-                tuple(self.free[gpu] for gpu in gpus): self._named(one)
+                tuple(self.free[gpu] for gpu in gpus): replace(
+                    one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=()
+                )
                 for one in found
                 for gpus in one.allocations
             }
             self._classes[count] = dict(sorted(named.items()))
         return self._classes[count]
-
-    def _named(self, one: AllocationClass) -> AllocationClass:
-        """Return a class whose representative has the machine's GPU numbers."""
-        return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
 
     def planned_classes(self, count: int) -> list[AllocationClass]:
         """Return the classes of sets of ``count`` GPUs, by their representatives."""
@@ -193,7 +191,8 @@ def recommend(
                 **(_left_by(ranked, gpus) if row.trees == fastest else {}),
             )
         )
-    places = {row.gpus: place for place, row in enumerate(sorted(rows.values(), key=_class_order))}
+    by_rate = sorted(rows.values(), key=lambda row: (-row.trees, -row.ring, row.gpus))
+    places = {row.gpus: place for place, row in enumerate(by_rate)}
     made.sort(key=lambda one: (*_order(one), places[of_set[one.gpus].gpus], one.gpus))
     numbers: dict[tuple[int, ...], int] = {}
     for one in made:
@@ -204,10 +203,6 @@ def recommend(
 def _order(one: GpuSet) -> tuple[float, float, float, float]:
     """Sort key: rate, then rates of remaining GPUs, then ring; largest first."""
     return (-one.rate, -(one.following or 0.0), -(one.left or 0.0), -one.ring)
-
-
-def _class_order(row: Comparison) -> tuple[float, float, tuple[int, ...]]:
-    return (-row.trees, -row.ring, row.gpus)
 
 
 def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:

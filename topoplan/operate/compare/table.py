@@ -71,13 +71,7 @@ class Comparison:
 
     @property
     def rival(self) -> tuple[float, str]:
-        """Rate and kind of the fastest of NCCL's best and the double binary tree; rate 0 for none.
-
-        >>> from topoplan.operate.compare.comparison import compare
-        >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
-        >>> row.rival, row.rival_ratio
-        ((50.0, 'nccl tree'), 1.0)
-        """
+        """Rate and kind of the fastest of NCCL's best and the double binary tree; rate 0 for none."""
         double = self.double_tree or 0.0
         return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
 
@@ -153,14 +147,7 @@ class Summary:
 
 
 def summary(rows: Sequence[Comparison]) -> Summary:
-    """Summarise comparisons, of one collective or of several.
-
-    >>> import topoplan
-    >>> from topoplan.operate.compare.comparison import compare_all
-    >>> found = summary(compare_all(topoplan.load("dgx-1v"), sizes=[8]))
-    >>> found.classes, found.below_ring, found.lowest, found.highest
-    (1, 0, 1.0, 1.0)
-    """
+    """Summarise comparisons, of one collective or of several."""
     pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
     ratios = [ratio for ratio, _ in pairs]
     relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
@@ -296,12 +283,6 @@ def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
 
     Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
     if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing ratio.
-
-    >>> import topoplan
-    >>> from topoplan.operate.compare.comparison import compare
-    >>> made = to_object([compare(topoplan.load("dgx-1v"), gpus=[3])])
-    >>> made["rows"][0]["gpus"], made["rows"][0]["trees"], made["summary"]["classes"]
-    ([3], None, 1)
     """
     return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
 

@@ -84,11 +84,7 @@ def points(size: float) -> float:
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the inches of a line of text in letters of ``size`` points, at the natural size of figures.
-
-    >>> text_width("reduce", 10) < text_width("reduce, broadcast", 10) < 2
-    True
-    """
+    """Return the inches of a line of text in letters of ``size`` points, at the natural size of figures."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

@@ -206,15 +206,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_sweep(curves: Mapping[str, Sequence[SizeRow]], *, title: str = "") -> Figure:
-    """Draw one curve for each plan, named in the legend; colour, marker and line style differ.
-
-    >>> import topoplan
-    >>> from topoplan.model.times_by_size import sweep
-    >>> ring = topoplan.ring(topoplan.load("dgx-2"), "allreduce")
-    >>> figure = draw_sweep({"ring": sweep(ring, [1 << 10, 1 << 20, 1 << 30])})
-    >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    ['1KB', '1MB', '1GB']
-    """
+    """Draw one curve for each plan, named in the legend; colour, marker and line style differ."""
     sizes = sorted({row.nbytes for rows in curves.values() for row in rows if row.nbytes > 0})
     if not sizes:
         raise UsageError("a chart needs a size above zero bytes; give at least one")

@@ -55,18 +55,15 @@ _RAIL = 0.16
 
 
 def host_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """Return the panel, or None for a machine with NVLinks only.
-
-    >>> import topoplan
-    >>> from topoplan.operate.plot.panels import wires
-    >>> machine = topoplan.load("dgx-1v")
-    >>> panel = host_panel(machine, wires(machine))
-    >>> len(panel.places), len(panel.routes)
-    (18, 17)
-    """
+    """Return the panel, or None for a machine with NVLinks only."""
     inside = [wire for wire in drawn if wire.channel in ("pcie", "c2c", "sys")]
     serving = serving_wires(topology, drawn)
-    names = _names(topology, drawn, inside, serving)
+    # devices on PCIe or with serving wires, and GPUs without any wire
+    shown = {end for wire in (*inside, *serving) for end in wire.ends}
+    linked = {end for wire in drawn for end in wire.ends}
+    names = [
+        d.name for d in topology.devices if d.name in shown or (d.kind == "gpu" and d.name not in linked)
+    ]
     if not names:
         return None
     tiles = [
@@ -126,15 +123,6 @@ def serving_wires(topology: Topology, drawn: Sequence[DrawnLink]) -> list[DrawnL
         and {topology.device(end).kind for end in wire.ends} == {"gpu", "nic"}
         and not any(topology.device(end).kind == "nic" and end in plugged for end in wire.ends)
     ]
-
-
-def _names(
-    topology: Topology, drawn: Sequence[DrawnLink], inside: Sequence[DrawnLink], serving: Sequence[DrawnLink]
-) -> list[str]:
-    """Return devices on PCIe or with serving wires, and GPUs without any wire."""
-    shown = {end for wire in (*inside, *serving) for end in wire.ends}
-    linked = {end for wire in drawn for end in wire.ends}
-    return [d.name for d in topology.devices if d.name in shown or (d.kind == "gpu" and d.name not in linked)]
 
 
 def _attach_nics(
@@ -305,12 +293,7 @@ class MachineLayout:
 
 
 def lay_out(topology: Topology) -> MachineLayout:
-    """Return the panels of a machine; UsageError for too many devices.
-
-    >>> import topoplan
-    >>> [panel.title for panel in lay_out(topoplan.load("dgx-1v")).panels]
-    ['NVLink', 'PCIe']
-    """
+    """Return the panels of a machine; UsageError for too many devices."""
     headline = _headline(topology)
     notes = [*machine_warnings(topology), *topology.notes]
     if len(topology.devices) > MAX_DEVICES:
@@ -402,14 +385,7 @@ _NETWORK_RANK = {"switch": 1, "nic": 2, "gpu": 3}
 
 
 def network_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """Return the panel, or None for a machine without a network.
-
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> from topoplan.operate.plot.panels import wires
-    >>> pair = nvswitch_cluster(2)
-    >>> len(network_panel(pair, wires(pair)).routes)
-    16
-    """
+    """Return the panel, or None for a machine without a network."""
     serving = {wire.ends for wire in serving_wires(topology, drawn)}
     shown = [wire for wire in drawn if wire.channel == "network" and wire.ends not in serving]
     if not shown:

@@ -17,6 +17,7 @@ from itertools import combinations, pairwise
 
 from topoplan.machine.topology import Device, Topology
 from topoplan.operate.plot.panels import DrawnLink, Panel, Places, tiled
+from topoplan.operate.plot.tree_layout import connected
 
 Pair = tuple[str, str]
 Cost = tuple[int, int, int]
@@ -120,15 +121,7 @@ def _cost(order: Sequence[str], counts: Mapping[Pair, int], covered: Sequence[Se
 
 
 def nvlink_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """Return the panel, or None for a machine without NVLink.
-
-    >>> import topoplan
-    >>> from topoplan.operate.plot.panels import wires
-    >>> machine = topoplan.load("dgx-2")
-    >>> panel = nvlink_panel(machine, wires(machine))
-    >>> len(panel.places), {text for _, text in panel.counts}
-    (17, {'×6'})
-    """
+    """Return the panel, or None for a machine without NVLink."""
     shown = [wire for wire in drawn if wire.channel == "nvlink"]
     if not shown:
         return None
@@ -151,16 +144,11 @@ def _graph(group: Sequence[Device], shown: Sequence[DrawnLink]) -> Panel:
 
 
 def _components(topology: Topology, shown: Sequence[DrawnLink]) -> list[list[Device]]:
-    parts: dict[str, set[str]] = {}
-    for a, b in (wire.ends for wire in shown):
-        merged = parts.get(a, {a}) | parts.get(b, {b})
-        for name in merged:
-            parts[name] = merged
-    groups: dict[frozenset[str], list[Device]] = {}
-    for device in topology.devices:
-        if device.name in parts:
-            groups.setdefault(frozenset(parts[device.name]), []).append(device)
-    return list(groups.values())
+    pairs = [wire.ends for wire in shown]
+    wired = [device.name for device in topology.devices if any(device.name in pair for pair in pairs)]
+    return [
+        [device for device in topology.devices if device.name in group] for group in connected(wired, pairs)
+    ]
 
 
 Counts = Mapping[tuple[str, str], int]

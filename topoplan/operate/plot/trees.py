@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -159,7 +158,9 @@ def _draw_key(figure: Figure, channels: Sequence[str]) -> None:
 def _trees(plan: Plan) -> list[_Tree]:
     found = []
     for shape in tree_shapes(plan, apart=DRAWN_APART):
-        share, rate = _share(shape.shard.share), f"{float(shape.shard.share) * plan.rate:.4g} GB/s"
+        part = shape.shard.share
+        share = str(part) if part.denominator < 1000 else f"{float(part):.2%}"
+        rate = f"{float(part) * plan.rate:.4g} GB/s"
         for stage, operations in shape.trees:
             first, second = f"tree {shape.number}: {share}, {rate}", ", ".join(operations)
             if shape.count > 1:
@@ -168,10 +169,6 @@ def _trees(plan: Plan) -> list[_Tree]:
                 second += f"; {'root' if len(shape.roots) == 1 else 'roots'} {roots}"
             found.append(_Tree(shape, stage, f"{first}\n{second}"))
     return found
-
-
-def _share(share: Fraction) -> str:
-    return str(share) if share.denominator < 1000 else f"{float(share):.2%}"
 
 
 def _headline(plan: Plan, shown: int) -> list[str]:
@@ -426,14 +423,11 @@ def _picture(plan: Plan, one: TreeSteps, number: int) -> Markup:
     )
 
 
-def _stage_numbers(one: TreeSteps) -> list[int]:
-    """Return the indices of stages with edges, in the order of `ShapeClass.trees`."""
-    return [number for number, stage in enumerate(one.shape.shard.stages) if stage.edges]
-
-
 def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions: range) -> Markup:
     """Return one tree; every edge carries the step of each of its operations."""
-    numbers = [_stage_numbers(one)[position] for position in positions]
+    # indices of stages with edges, in the order of `ShapeClass.trees`
+    active = [number for number, each in enumerate(one.shape.shard.stages) if each.edges]
+    numbers = [active[position] for position in positions]
     runs: dict[tuple[int, int], list[tuple[bool, int]]] = {}
     for hop, step in zip(one.hops, one.steps, strict=True):
         if hop.stage in numbers:
