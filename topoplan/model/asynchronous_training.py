@@ -176,11 +176,7 @@ def neighbour_probabilities(
 
 
 def pull_seconds(
-    topology: TopologyLike,
-    *,
-    gpus: Sequence[int] | None = None,
-    nbytes: int = PULLED,
-    compute: float = 0.0,
+    topology: TopologyLike, *, gpus: Sequence[int] | None = None, nbytes: int = PULLED, compute: float = 0.0
 ) -> Floats:
     """Return the seconds of a step in which a rank computes and meanwhile pulls another rank's parameters.
 

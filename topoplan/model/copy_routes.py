@@ -20,11 +20,7 @@ from topoplan.machine.topology import Link, Topology
 PathStep = tuple[Link, int, int]
 """A link on a shortest path, and the states at its ends in the graph of routes."""
 
-WIRES = {
-    "nvlink": ("nvlink",),
-    "pcie": ("pcie", "sys", "c2c"),
-    "network": ("pcie", "sys", "c2c", "network"),
-}
+WIRES = {"nvlink": ("nvlink",), "pcie": ("pcie", "sys", "c2c"), "network": ("pcie", "sys", "c2c", "network")}
 """Channels of the links that each kind of route uses."""
 
 

@@ -190,11 +190,7 @@ class TimeBound:
 
 
 def time_bound(
-    fabric: Fabric,
-    collective: str,
-    root: int | None,
-    limits: Sequence[ChainLimit],
-    rate: Fraction | None,
+    fabric: Fabric, collective: str, root: int | None, limits: Sequence[ChainLimit], rate: Fraction | None
 ) -> TimeBound:
     """Return the bound on time that limits and a bound on the rate prove."""
     if fabric.size == 1:

@@ -118,11 +118,7 @@ TRAYS = (4, 8)
 
 
 def run_gpus(
-    run: PerfRun,
-    ranks: Sequence[LoggedRank],
-    machine: Topology,
-    gpus: Sequence[int] | None,
-    notes: list[str],
+    run: PerfRun, ranks: Sequence[LoggedRank], machine: Topology, gpus: Sequence[int] | None, notes: list[str]
 ) -> tuple[tuple[int, ...], Mapping[int, int]]:
     """Return the GPUs of a run, ascending, and the GPU of every rank."""
     listed = sorted({rank.rank for rank in ranks})

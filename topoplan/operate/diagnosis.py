@@ -337,12 +337,7 @@ def _fewer(server: Topology) -> list[Fault]:
     if not Resemblance().whole(server) or len(lost) > (1 - MOST) * count or not paired:
         return []
     return [
-        Fault(
-            "fewer NVLinks",
-            (gpu,),
-            counted(counts[gpu], "NVLink"),
-            f"{most} as most GPUs have",
-        )
+        Fault("fewer NVLinks", (gpu,), counted(counts[gpu], "NVLink"), f"{most} as most GPUs have")
         for gpu in lost
     ]
 

@@ -76,10 +76,7 @@ class _Change:
 
 
 def differences(
-    a: TopologyLike,
-    b: TopologyLike,
-    *,
-    placed: Callable[[Topology], Topology] = lambda machine: machine,
+    a: TopologyLike, b: TopologyLike, *, placed: Callable[[Topology], Topology] = lambda machine: machine
 ) -> Differences:
     """Return the differences between two descriptions.
 

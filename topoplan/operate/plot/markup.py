@@ -180,12 +180,7 @@ def _draw_panel(layout: MachineLayout, panel: Panel) -> Markup:
             element(
                 "g",
                 element(
-                    "rect",
-                    x=x - across / 2,
-                    y=y - _BOX * _INCH / 2,
-                    width=across,
-                    height=_BOX * _INCH,
-                    rx=5,
+                    "rect", x=x - across / 2, y=y - _BOX * _INCH / 2, width=across, height=_BOX * _INCH, rx=5
                 ),
                 text((x, y), name),
                 class_=f"device {kind}",

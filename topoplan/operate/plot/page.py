@@ -308,13 +308,7 @@ def health_section(topology: Topology, collective: str) -> PageSection:
             )
         )
     rows = [
-        (
-            fault.kind,
-            fault.where,
-            fault.state,
-            fault.should_be,
-            f"{costs[place].alone:.6g}" if costs else "-",
-        )
+        (fault.kind, fault.where, fault.state, fault.should_be, f"{costs[place].alone:.6g}" if costs else "-")
         for place, fault in enumerate(found.faults)
     ]
     parts.append(table(("fault", "devices", "is", "should be", "GB/s with it alone"), rows))

@@ -112,12 +112,7 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
     for number, tree in enumerate(shown):
         left, top = number % columns * cell, total_height - head - number // columns * row
         axes = figure.add_axes(
-            (
-                left / total_width,
-                (top - row) / total_height,
-                cell / total_width,
-                (row - title) / total_height,
-            )
+            (left / total_width, (top - row) / total_height, cell / total_width, (row - title) / total_height)
         )
         axes.set_xlim(0, cell)
         axes.set_ylim(title - row, 0)
@@ -341,8 +336,7 @@ def draw_steps(plan: Plan) -> Markup:
     """Return a picture for each shape of trees, with buttons, and its steps as text."""
     if len(plan.vertices) > MOST_RANKS:
         return element(
-            "p",
-            f"Trees of {len(plan.vertices)} ranks are too wide; at most {MOST_RANKS} ranks are drawn.",
+            "p", f"Trees of {len(plan.vertices)} ranks are too wide; at most {MOST_RANKS} ranks are drawn."
         )
     every = steps_of(plan)
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
