@@ -165,7 +165,8 @@ def pipeline(flow: Dataflow) -> Pipeline:
     alpha = np.array([[hop.alpha] for hop in flow.hops])
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
     fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
-    forward = forward_levels(flow)
+    numbers = range(len(flow.hops))
+    forward = levels_of([hop.waits for hop in flow.hops], numbers)
     chains = longest_chains(alpha, forward) + alpha
     lane_of_hop = np.array([flow.lane_of_shard[hop.shard] for hop in flow.hops], dtype=np.int64)
     lanes = []
@@ -192,7 +193,7 @@ def pipeline(flow: Dataflow) -> Pipeline:
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
         starters=starters(flow),
         forward=forward,
-        backward=backward_levels(flow),
+        backward=levels_of(flow.followers, numbers[::-1]),
         latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
     )
 
@@ -207,16 +208,6 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
     if chunk_bytes <= 0:
         raise UsageError(f"chunk_bytes must be above 0, got {chunk_bytes}; give a chunk size above zero")
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
-
-
-def forward_levels(flow: Dataflow) -> tuple[Level, ...]:
-    """Return levels in the direction of the data: each hop with the hops it waits for."""
-    return levels_of([hop.waits for hop in flow.hops], range(len(flow.hops)))
-
-
-def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
-    """Return levels against the direction of the data: each hop with the hops that wait for it."""
-    return levels_of(flow.followers, range(len(flow.hops) - 1, -1, -1))
 
 
 def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
@@ -309,7 +300,6 @@ class Timeline:
         return self.algbw * bus_factor(self.collective, self.ranks)
 
     def to_object(self) -> dict[str, object]:
-        """Return a JSON object of all fields."""
         return {
             "collective": self.collective,
             "ranks": self.ranks,

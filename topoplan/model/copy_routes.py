@@ -40,7 +40,6 @@ class CopyRoute:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """All links of all stages."""
         return tuple(link for stage in self.stages for link in stage)
 
     @property
@@ -164,7 +163,6 @@ class _ChannelRoutes:
             self.states.setdefault(self._names[node], []).append(state)
 
     def device(self, state: int) -> str:
-        """Return the device of a state."""
         return self._names[self._nodes[state]]
 
 

@@ -77,7 +77,6 @@ def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
 
 
 def device_kinds(topology: Topology) -> dict[str, str]:
-    """Return the kind of every device by name."""
     return {device.name: device.kind for device in topology.devices}
 
 

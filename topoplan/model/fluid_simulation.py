@@ -83,7 +83,6 @@ class JobRun:
 
     @property
     def busy(self) -> float:
-        """Seconds of computing."""
         return _length(self.computed)
 
 

@@ -53,7 +53,6 @@ def first_come(_: Workload, active: Sequence[ActiveJob]) -> Levels:
 
 
 def primal_dual(jobs: Workload, active: Sequence[ActiveJob]) -> Levels:
-    """Order by `primal_dual_order`."""
     loads = [
         {link: one.left * size / jobs.links[link] for link, size in one.stage.bytes.items()} for one in active
     ]

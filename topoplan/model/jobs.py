@@ -273,7 +273,6 @@ class IterationTraffic:
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
         return self.gradients + self.boundary + self.inside
 
 

@@ -178,7 +178,9 @@ def choose_by_size(
             f"plans by size need channels that suit all sizes, got {channels!r}; give one size instead (--size)"
         )
     if not sizes or min(sizes) < 0:
-        raise UsageError(f"sizes must be one or more numbers of 0 bytes or more, got {tuple(sizes)}")
+        raise UsageError(
+            f"sizes must be numbers of 0 or more, got {tuple(sizes)}; give at least one, of zero bytes or more"
+        )
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
     )

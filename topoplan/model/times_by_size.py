@@ -74,7 +74,6 @@ class Crossover:
     faster_below: str
 
     def to_object(self) -> dict[str, object]:
-        """Return a JSON object of both fields."""
         return {"nbytes": self.nbytes, "faster_below": self.faster_below}
 
 
@@ -165,7 +164,6 @@ DIGITS = 1e-5
 class TimeBound:
     """The least seconds of a collective by its size.
 
-    diameter: seconds of start-ups that every schedule has one after another.
     steps: ascending: least seconds of start-ups, and the highest rate in GB/s of schedules below the start-ups of the
     next step; None for no bound.
 
@@ -179,7 +177,6 @@ class TimeBound:
     39.11
     """
 
-    diameter: float
     steps: tuple[tuple[float, Fraction | None], ...]
 
     def seconds(self, nbytes: float) -> float:
@@ -194,7 +191,7 @@ def time_bound(
 ) -> TimeBound:
     """Return the bound on time that limits and a bound on the rate prove."""
     if fabric.size == 1:
-        return TimeBound(0.0, ((0.0, None),))
+        return TimeBound(((0.0, None),))
     if limits and (fabric.split or fabric.in_network):
         raise PlanError("chain limits need one kind of wire and switches that only forward")
     start_ups = least_start_ups(fabric)
@@ -208,7 +205,7 @@ def time_bound(
         least = min(rates, default=None)
         if not steps or least != steps[-1][1]:
             steps.append((chain, least))
-    return TimeBound(diameter, tuple(steps))
+    return TimeBound(tuple(steps))
 
 
 def least_start_ups(fabric: Fabric) -> tuple[float, ...]:

@@ -92,7 +92,6 @@ class EngineCosts:
         return (self.allreduce_rate if collective == "allreduce" else self.other_rate) * 1e9
 
     def to_json(self) -> str:
-        """Return the text of a file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
 
@@ -149,7 +148,6 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
 
 
 def words_of(costs: EngineCosts) -> str:
-    """Return the line that names the figures."""
     return f"windows engine: figures of {costs.name}, from {costs.source}"
 
 

@@ -156,7 +156,6 @@ def run_gpus(
 
 
 def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """Return the GPU number of every rank."""
     found = (
         _ranks_by_name(ranks, machine)
         or _ranks_by_bus_id(ranks, machine)

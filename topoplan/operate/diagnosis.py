@@ -361,7 +361,6 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether the machine has no fault."""
         return not self.faults
 
 
@@ -488,7 +487,6 @@ def _stated_faults(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
 
 
 def warning_text(note: str) -> str:
-    """Return a warning without its prefix."""
     return note.removeprefix("warning: ")
 
 

@@ -72,13 +72,9 @@ class Fault:
     @property
     def where(self) -> str:
         """The devices, and the other servers with the same fault."""
-        here = "-".join(self.devices) if self.of_a_link else ", ".join(name_ranges(self.devices))
+        is_link = self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
+        here = "-".join(self.devices) if is_link else ", ".join(name_ranges(self.devices))
         return f"{here} (as in {', '.join(name_ranges(self.servers))})" if self.servers else here
-
-    @property
-    def of_a_link(self) -> bool:
-        """Whether the devices are the two ends of a link."""
-        return self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
 
 
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:

@@ -96,7 +96,6 @@ class HopLoads:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.fabric.ranks)
 
     def hop(self, tail: int, head: int) -> Loads | None:

@@ -68,12 +68,10 @@ class LinkSpeeds:
 
 
 def link_key(link: Link) -> LinkKey:
-    """Return the key of a link in its topology."""
     return link.src, link.dst, link.channel
 
 
 def link_name(link: Link) -> str:
-    """Return a name such as ``gpu0>gpu3``."""
     return f"{link.src}>{link.dst}"
 
 

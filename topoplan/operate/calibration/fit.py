@@ -55,7 +55,6 @@ class PairSamples:
 
     @property
     def name(self) -> str:
-        """Name such as ``gpu0>gpu3``."""
         return f"{self.src}>{self.dst}"
 
 
@@ -137,7 +136,6 @@ class HockneyLine:
     distance: float
 
     def seconds(self, nbytes: int) -> float:
-        """Return the time of a copy."""
         return self.alpha + nbytes / (self.bandwidth * 1e9)
 
 
@@ -170,7 +168,6 @@ class PairFit:
 
     @property
     def name(self) -> str:
-        """Name such as ``gpu0>gpu3``."""
         return f"{self.src}>{self.dst}"
 
 

@@ -53,7 +53,6 @@ class Rounds:
 
     @property
     def tests(self) -> tuple[PairTest, ...]:
-        """Tests of all rounds in sequence."""
         return tuple(test for tests in (*self.rounds, *self.fill) for test in tests)
 
 
@@ -360,7 +359,6 @@ def _behind(
     capacity: _LinkCapacity,
     wanted: dict[LinkKey, int],
 ) -> list[tuple[int, str]]:
-    """Return bounds from the ends behind a link."""
     found = []
     tests = [possible.tests[number] for number in crossing[key]]
     at_once = capacity.tests_per_round(key, _least(possible, crossing[key], key))

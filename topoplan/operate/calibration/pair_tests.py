@@ -56,7 +56,6 @@ class PairTest:
 
     @property
     def links(self) -> tuple[LinkKey, ...]:
-        """All loaded links."""
         return (*self.out, *(key for key in self.back if key not in self.out))
 
     def load(self, key: LinkKey) -> float:

@@ -169,7 +169,10 @@ class _Sorter:
         return [self._class(equivalent, channel) for rivals in similar.values() for _, equivalent in rivals]
 
     def _class(self, equivalent: list[tuple[int, ...]], channel: str | None) -> AllocationClass:
-        members = sum(number_of_allocations(self._groups, counts) for counts in equivalent)
+        members = sum(
+            prod(comb(len(group), count) for group, count in zip(self._groups, counts, strict=True))
+            for counts in equivalent
+        )
         listed = members <= self._most_listed
         return AllocationClass(
             gpus=max(last_allocation(self._groups, counts) for counts in equivalent),
@@ -324,15 +327,6 @@ def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
             gpu for group, count in zip(groups, counts, strict=True) for gpu in group[len(group) - count :]
         )
     )
-
-
-def number_of_allocations(groups: Groups, counts: Sequence[int]) -> int:
-    """Return the number of allocations of a count vector.
-
-    >>> number_of_allocations((tuple(range(16)),), (8,))
-    12870
-    """
-    return prod(comb(len(group), count) for group, count in zip(groups, counts, strict=True))
 
 
 def allocations(groups: Groups, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -291,7 +291,6 @@ class Attainable:
 
     @property
     def nccl_best(self) -> float | None:
-        """The best rate of NCCL, or None."""
         return self.nccl[0][1] if self.nccl else None
 
     def expected(self, nbytes: int) -> NcclExpectation | None:

@@ -131,7 +131,10 @@ def _changes(a: Topology, b: Topology) -> list[_Change]:
                 name += " of B"
             named[device.name] = name
     mine = {_key(link): link for link in a.links}
-    other = {_key(link): link for link in (_renamed(link, named) for link in b.links)}
+    other = {
+        _key(link): link
+        for link in (replace(link, src=named[link.src], dst=named[link.dst]) for link in b.links)
+    }
     only_a = [device for device in a.devices if device.name not in taken]
     only_b = [replace(device, name=named[device.name]) for device in b.devices if device.name not in found]
     settled: set[_Ends] = set()
@@ -163,10 +166,6 @@ def _changes(a: Topology, b: Topology) -> list[_Change]:
 
 def _key(link: Link) -> _Ends:
     return link.src, link.dst, link.channel
-
-
-def _renamed(link: Link, named: Mapping[str, str]) -> Link:
-    return replace(link, src=named[link.src], dst=named[link.dst])
 
 
 def _parts(alone: Sequence[Device], links: Mapping[_Ends, Link]) -> list[tuple[list[Device], set[str]]]:

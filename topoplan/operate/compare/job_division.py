@@ -89,7 +89,6 @@ class Division:
 
     @property
     def least(self) -> float:
-        """Smallest part of a job."""
         return min(job.part for job in self.jobs)
 
 
@@ -308,7 +307,6 @@ class _Divider:
         return tuple(tuple(sorted(gpus)) for gpus in chosen)
 
     def _part_of(self, vector: tuple[int, ...]) -> float:
-        """Return the part of a job alone."""
         size = sum(vector)
         if size == 1:
             return 1.0
@@ -333,7 +331,6 @@ class _Divider:
         return tuple(made)
 
     def _meeting(self, sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-        """Return groups of jobs that share links."""
         found: list[tuple[set[tuple[str, str]], list[int]]] = []
         for place, gpus in enumerate(sets):
             links, members = set(self._links(gpus)), [place]

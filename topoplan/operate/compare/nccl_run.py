@@ -53,7 +53,6 @@ class Finding:
     line: int = 0
 
     def to_object(self) -> dict[str, object]:
-        """Return a JSON object."""
         return {"kind": self.kind, "text": self.text, "line": self.line}
 
 
@@ -81,7 +80,6 @@ class NcclRun:
         return self.log.communicators[0] if self.log.communicators else None
 
     def to_object(self) -> dict[str, object]:
-        """Return a JSON object."""
         one = self.main
         return {
             "version": self.log.version,
@@ -319,7 +317,6 @@ def _misfit(how: str, via: str, path: str, *, same: bool, nics: bool) -> tuple[s
 
 
 def _server(machine: Topology, server: str) -> Topology:
-    """Return one server of a machine."""
     inside = tuple(device for device in machine.devices if device.server == server)
     names = {device.name for device in inside}
     links = tuple(link for link in machine.links if link.src in names and link.dst in names)

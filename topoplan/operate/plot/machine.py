@@ -76,7 +76,6 @@ def host_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
 def _host(
     topology: Topology, names: Sequence[str], inside: Sequence[DrawnLink], serving: Sequence[DrawnLink]
 ) -> Panel:
-    """Return the panel of one connected part."""
     inside = [wire for wire in inside if wire.ends[0] in names]
     serving = [wire for wire in serving if wire.ends[0] in names]
     near: dict[str, list[str]] = {name: [] for name in names}
@@ -398,7 +397,6 @@ def network_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | Non
 
 
 def _part(topology: Topology, names: Sequence[str], shown: Sequence[DrawnLink]) -> Panel:
-    """Return the panel of one connected part."""
     shown = [wire for wire in shown if wire.ends[0] in names]
     near: dict[str, list[str]] = {name: [] for name in names}
     for a, b in (wire.ends for wire in shown):

@@ -63,12 +63,10 @@ def element(name: str, /, *inside: str | Markup, **attributes: str | float | boo
 
 
 def joined(parts: Iterable[str | Markup]) -> Markup:
-    """Return texts and elements in sequence."""
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in parts))
 
 
 def items(lines: Iterable[str | Markup], *, kind: str = "ul") -> Markup:
-    """Return a list."""
     return element(kind, *(element("li", line) for line in lines))
 
 
@@ -134,7 +132,6 @@ def svg(width: float, height: float, label: str, *inside: Markup) -> Markup:
 
 
 def line(start: Point, end: Point, **attributes: str | float | None) -> Markup:
-    """Return a straight line."""
     (x, y), (u, v) = start, end
     return element("line", x1=x, y1=y, x2=u, y2=v, **attributes)
 

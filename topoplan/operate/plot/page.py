@@ -232,7 +232,6 @@ def _document(title: str, answer: Markup, sections: Sequence[PageSection]) -> st
 
 
 def _answer(plan: Plan) -> Markup:
-    """Return the summary line of the page."""
     if len(plan.ranks) == 1:
         return element("p", "One GPU: nothing moves.")
     proved = (
@@ -254,7 +253,6 @@ def _answer(plan: Plan) -> Markup:
 
 
 def machine_section(topology: Topology) -> PageSection:
-    """Return picture, devices and links."""
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     parts = [element("p", ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "no devices")]
     try:
@@ -430,7 +428,6 @@ def _shapes_table(plan: Plan) -> Markup:
 
 
 def trees_content(plan: Plan) -> Markup:
-    """Return the trees with buttons."""
     text = (
         "Ranks are numbered; every link takes one step for a chunk. The buttons send chunks through a tree, and so do "
         "the arrow keys and space if it has the focus; without the script of this page the steps stand below it."
