@@ -47,7 +47,7 @@ def match_gpus(
     >>> shown = [f"0000:{bus}:00.0" for bus in ("0a", "06", "07", "0b")]
     >>> seen, notes = match_gpus(topoplan.load("v100x4"), [0, 3], shown)
     >>> [(gpu.name, gpu.ordinal) for gpu in seen], notes
-    ([('gpu0', 1), ('gpu3', 3)], ('v100x4 states no bus ids: GPUs taken in the order of those that CUDA gives',))
+    ([('gpu0', 1), ('gpu3', 3)], ('v100x4 states no bus ids: GPUs taken in the order of CUDA',))
     """
     if len(topology.servers) > 1:
         raise UsageError(
@@ -74,7 +74,7 @@ def match_gpus(
             f"CUDA shows {len(shown)} GPUs and {topology.name} has {len(names)} without bus ids, so they cannot be "
             "matched; give the topology of topoplan probe, or --gpus with the visible ones"
         )
-    return seen, (f"{topology.name} states no bus ids: GPUs taken in the order of those that CUDA gives",)
+    return seen, (f"{topology.name} states no bus ids: GPUs taken in the order of CUDA",)
 
 
 def _visible_by_bus_id(

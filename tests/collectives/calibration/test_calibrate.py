@@ -112,7 +112,7 @@ class TestKnownAnswers:
         assert "gpu1  gpu2  nvlink     10.0     10.0        20         50      50         0" in lines
         assert "gpu4  gpu7  nvlink     12.0     10.0        50         50      50         0" in lines
         assert [line for line in lines if line.startswith("note:")] == [
-            "note: calibrated: dgx-1v states no bus ids: GPUs taken in the order of those that CUDA gives",
+            "note: calibrated: dgx-1v states no bus ids: GPUs taken in the order of CUDA",
             "note: calibrated: 40 of 66 links measured: each as fast as the fastest copy that crosses it",
             "note: calibrated: changed by more than 20%, GB/s: gpu1>gpu2 50 to 20",
             "note: calibrated: as stated, since narrower links held back all copies that cross them: gpu1>pcie0, "

@@ -412,4 +412,4 @@ class TestMatching:
         assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)]
         found, _ = match_gpus(box(), [1, 3], ["10000:01:00.0", "2000:01:00.0"])
         assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
-        assert notes == ("box states no bus ids: GPUs taken in the order of those that CUDA gives",)
+        assert notes == ("box states no bus ids: GPUs taken in the order of CUDA",)

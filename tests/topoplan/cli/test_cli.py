@@ -222,7 +222,7 @@ class TestContract:
             assert (row["gpus"] in row["allocations"], len(row["allocations"])) == (True, row["members"])
         out = run(*asked).out
         assert "as 6,7: 1,5  5,6  6,7\n" in out
-        assert "bound: what no plan exceeds" in out
+        assert "bound: no plan exceeds it" in out
         table = [*csv.reader(io.StringIO(run(*asked, "--csv").out))]
         assert [float(line[table[0].index("trees")]) for line in table[1:]] == [row["trees"] for row in rows]
         assert table[1][0] == "6,7"

@@ -117,7 +117,7 @@ def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
     assert judged(ring.replace("3", "9") + way, machine).rings is None
     cut = judged(way, machine)
     assert kinds(cut) == ["shm"]
-    assert "does not say how many ranks there are" in cut.notes[0]
+    assert "states neither the number of ranks nor their GPUs" in cut.notes[0]
     assert cut.to_object()["ranks"] is None
 
 

@@ -268,7 +268,7 @@ def _check_ranks(run: PerfRun, names: Sequence[str], ranks: int, machine: Topolo
             number = str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
             raise UsageError(
                 f"by its columns the log is of {name} of {number} ranks, and it does not say on which GPUs; "
-                f"{machine.name} has {len(machine.gpus)}: name those that ran with --gpus"
+                f"{machine.name} has {len(machine.gpus)}: name the GPUs that ran with --gpus"
             )
 
 

@@ -263,10 +263,10 @@ def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
 
 
 HEADS = """\
-GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
-trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+GPUs: one allocation for members with isomorphic links; channel: of the trees; rates in GB/s
+trees, count, height: packed trees, their number, edges from root to leaf; bound: no plan exceeds it
 busbw: the trees' bus bandwidth; ring: NCCL's before 2.8, over NVLink or else PCIe; binary: double binary tree
-relay: rings that pass through GPUs; nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
+relay: rings that pass through GPUs; nccl: NCCL's best; /ring, /relay, /nccl: the trees' rate over it"""
 """Legend of the table."""
 
 

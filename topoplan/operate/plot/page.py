@@ -261,11 +261,11 @@ def machine_section(topology: Topology) -> PageSection:
         parts.append(element("p", f"Not drawn: {error}.", class_="small"))
     whole = whole_nics(topology)
     every = wires(whole)
-    alike: Counter[tuple[str, ...]] = Counter()
+    equal: Counter[tuple[str, ...]] = Counter()
     for wire in every:
-        alike[_wire_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
+        equal[_wire_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
     heads = ("channel", "between", "links", "GB/s there", "GB/s back")
-    rows = [(str(number), *cells) for cells, number in alike.items()]
+    rows = [(str(number), *cells) for cells, number in equal.items()]
     parts.append(
         table(("wires", *heads), rows, caption="Links; GB/s of all parallel links, in each direction")
     )
