@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.permutation_groups import components
 from topoplan.reading.slurm import fold_hostlist
 
 
@@ -38,7 +41,15 @@ def hosts_of(topology: Topology) -> tuple[str, ...]:
     stated = [gpu.fact("host") for gpu in gpus]
     if all(stated):
         return tuple(stated)
-    part = _parts(topology)
+    # label of every device, equal if links other than NVLink and network join them
+    place = {device.name: number for number, device in enumerate(topology.devices)}
+    ends = [
+        (place[link.src], place[link.dst])
+        for link in topology.links
+        if link.channel not in ("nvlink", "network")
+    ]
+    joined = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    part = dict(zip(place, components(len(place), *joined.T).tolist(), strict=True))
     switched = {device.server for device in topology.devices if device.kind == "nvswitch"}
     cpus = {part[device.name] for device in topology.devices if device.kind == "cpu"}
     found: list[str] = []
@@ -51,22 +62,6 @@ def hosts_of(topology: Topology) -> tuple[str, ...]:
         else:
             found.append(gpu.server or "host0")
     return tuple(found)
-
-
-def _parts(topology: Topology) -> dict[str, int]:
-    """Return a number for every device, equal if links other than NVLink and network join them."""
-    near: dict[str, list[str]] = {}
-    for link in topology.links:
-        if link.channel not in ("nvlink", "network"):
-            near.setdefault(link.src, []).append(link.dst)
-            near.setdefault(link.dst, []).append(link.src)
-    part: dict[str, int] = {}
-    for number, device in enumerate(topology.devices):
-        frontier = [device.name] if device.name not in part else []
-        for name in frontier:
-            part[name] = number
-            frontier += [other for other in near.get(name, ()) if other not in part and other not in frontier]
-    return part
 
 
 def rank_placements(

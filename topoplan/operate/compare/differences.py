@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.host import plain_bus_id
 from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.operate.device_matching import matching_devices
+from topoplan.plans.permutation_groups import components
 from topoplan.solve.upper_bound import bound
 from topoplan.units import TOLERANCE
 
@@ -170,22 +173,17 @@ def _key(link: Link) -> _Ends:
 
 def _parts(alone: Sequence[Device], links: Mapping[_Ends, Link]) -> list[tuple[list[Device], set[str]]]:
     """Return the connected parts of unmatched devices, and the matched devices around each part."""
-    names = {device.name for device in alone}
-    near: dict[str, set[str]] = {name: set() for name in names}
+    place = {device.name: number for number, device in enumerate(alone)}
+    inside = [(place[src], place[dst]) for src, dst, _ in links if src in place and dst in place]
+    label = components(len(alone), *np.array(inside, dtype=np.int64).reshape(-1, 2).T).tolist()
+    parts: dict[int, tuple[list[Device], set[str]]] = {number: ([], set()) for number in label}
+    for device, number in zip(alone, label, strict=True):
+        parts[number][0].append(device)
     for src, dst, _ in links:
         for end, far in ((src, dst), (dst, src)):
-            if end in names:
-                near[end].add(far)
-    parts = []
-    left = dict.fromkeys(device.name for device in alone)
-    while left:
-        reached = [next(iter(left))]
-        for name in reached:
-            reached += sorted((near[name] & names) - set(reached))
-        around = set().union(*(near[name] for name in reached)) - names
-        parts.append(([device for device in alone if device.name in reached], around))
-        left = dict.fromkeys(name for name in left if name not in reached)
-    return parts
+            if end in place and far not in place:
+                parts[label[place[end]]][1].add(far)
+    return list(parts.values())
 
 
 def _of_part(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from math import factorial, prod
 
 import numpy as np
@@ -35,6 +36,7 @@ from topoplan.operate.compare.allocations import (
 from topoplan.operate.compare.recommendation import Progress, RankedSets
 from topoplan.plans.build import Allocation
 from topoplan.plans.loads import link_loads
+from topoplan.plans.permutation_groups import components
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective
 from topoplan.solve.mesh_planner import rate_together
 from topoplan.solve.planner import plan
@@ -331,18 +333,10 @@ class _Divider:
         return tuple(made)
 
     def _meeting(self, sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-        found: list[tuple[set[tuple[str, str]], list[int]]] = []
-        for place, gpus in enumerate(sets):
-            links, members = set(self._links(gpus)), [place]
-            disjoint = []
-            for other in found:
-                if links & other[0]:
-                    links |= other[0]
-                    members = [*other[1], *members]
-                else:
-                    disjoint.append(other)
-            found = [*disjoint, (links, sorted(members))]
-        return [members for _, members in found]
+        links = [self._links(gpus) for gpus in sets]
+        shared = [(a, b) for a, b in combinations(range(len(sets)), 2) if links[a] & links[b]]
+        label = components(len(sets), *np.array(shared, dtype=np.int64).reshape(-1, 2).T)
+        return [np.flatnonzero(label == part).tolist() for part in np.unique(label)]
 
     def _links(self, gpus: tuple[int, ...]) -> set[tuple[str, str]]:
         """Return the links that a tree of a job may cross."""
