@@ -260,20 +260,20 @@ def channel_split(rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes:
     ([84000000, 16000000], Fraction(21, 5000))
     """
     if nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be divided; give a size of zero or more")
+        raise UsageError(f"nbytes must be 0 or more, got {nbytes}; give a size of zero or more")
     if not rates or len(rates) != len(starts):
-        raise UsageError(f"{len(rates)} rates and {len(starts)} starts are not one of each for every channel")
+        raise UsageError(f"rates and starts must be one for each channel, got {len(rates)} and {len(starts)}")
     for rate, start in zip(rates, starts, strict=True):
         if rate <= 0 or start < 0:
             raise UsageError(
-                f"a channel of {float(rate):g} GB/s that starts after {float(start):g} s cannot take part; "
-                "give a rate above zero and a start of zero or more"
+                f"a channel must have a rate above zero and a start of zero or more, got {float(rate):g} GB/s and "
+                f"{float(start):g} s"
             )
     order = sorted(range(len(rates)), key=lambda k: (starts[k], k))
     together, ahead = Fraction(0), Fraction(0)
     finish = starts[order[0]]
     for place, k in enumerate(order):
-        # What B_k would have moved before it started is added to the buffer, as if all had begun at zero.
+        # the traffic of B_k before its start is added to the buffer, as if all had begun at zero
         together += rates[k] * 10**9
         ahead += rates[k] * 10**9 * starts[k]
         finish = (nbytes + ahead) / together

@@ -296,7 +296,7 @@ def near_servers(hops: HopLoads) -> Levels:
         for kind, servers in enumerate(members):
             joined = inside[kind] <= reach
             for server in servers:
-                # Servers on one switch that is farther away than this reach stand alone.
+                # servers on one switch farther away than this reach are alone
                 groups.setdefault(_root(root, kind) if joined else (kind, server), []).append(server)
         level = tuple(sorted(tuple(sorted(group)) for group in groups.values()))
         if level != levels[-1]:
