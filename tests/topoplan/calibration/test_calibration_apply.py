@@ -121,7 +121,9 @@ class TestKnownAnswers:
         made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE)
         assert changes(V100S, made.topology) == {("gpu1", "gpu2"): 25.0}
         assert f"{MARK}changed by more than 20%, GB/s: gpu1>gpu2 50 to 25" in made.notes
-        assert f"{MARK}off the median of the pairs with such links: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+        assert (
+            f"{MARK}off the median of the pairs with such links: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+        )
 
     def test_a_slow_port_of_an_nvswitch_is_not_blamed_on_the_others(self) -> None:
         """All copies out of gpu3 are slow, those into it are not: the one port, and only out."""

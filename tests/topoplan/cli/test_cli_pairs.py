@@ -182,7 +182,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         ([*FOUR, "--format", "ssh", "--size", "0"], "a test of 0 bytes measures nothing"),
         ([*FOUR, "--json", "--csv"], "two forms of one answer"),
         ([*FOUR, "--results", "R", "--csv"], "do not go together"),
-        (["dgx-1v", "--gpus", "2"], "a pair has two GPUs"),
+        (["dgx-1v", "--gpus", "2"], "pair tests need two GPUs or more, got 1"),
         (["-", "--results", "-"], "stdin is read once"),
     ],
 )

@@ -97,5 +97,5 @@ def test_what_makes_no_sense_is_refused_in_one_line() -> None:
         with pytest.raises(UsageError, match=told):
             checked_probabilities(wrong)
     for strength in (0, -1, 0.4, float("nan")):
-        with pytest.raises(UsageError, match=r"past its neighbour; give at most 0.3333$"):
+        with pytest.raises(UsageError, match=r"past its neighbour, got .*; give at most 0.3333$"):
             mixing_weights(UNIFORM, strength)

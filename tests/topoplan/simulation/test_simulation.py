@@ -370,7 +370,8 @@ def test_one_rank_costs_a_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "chunk_bytes", "word"), [(-1, None, "-1 bytes"), (8, 0, "0 bytes"), (8, -4, "-4")]
+    ("nbytes", "chunk_bytes", "word"),
+    [(-1, None, "-1"), (8, 0, "chunk_bytes must be above 0, got 0"), (8, -4, "-4")],
 )
 def test_bad_sizes_are_refused(nbytes: int, chunk_bytes: int | None, word: str) -> None:
     """A negative buffer or an empty chunk is a UsageError that names the value, on both roads."""
@@ -519,5 +520,5 @@ def test_paced_flows_never_ask_more_of_a_link_than_it_has() -> None:
 
 def test_a_headroom_is_a_part_of_a_link() -> None:
     for wrong in (0, -1, 1.01, float("nan")):
-        with pytest.raises(UsageError, match="give above 0 and at most 1"):
+        with pytest.raises(UsageError, match="headroom must be above 0 and at most 1"):
             run_events(topoplan.plan("dgx-2", "reduce"), nbytes=1 << 20, headroom=wrong)
