@@ -124,8 +124,8 @@ class TestKnownAnswers:
             "(--without-link), or allow peer access",
             "note: calibrated: 1 of 6552 copies off the median of their size, without effect: gpu0>gpu1 1MB repeat 4 "
             "(3x)",
-            "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 12 "
-            "us (usual: 10)",
+            "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 "
+            "12 us (usual: 10)",
         ]
 
     def test_an_nvswitch_port_at_half_speed_is_found(self, calibrate: Calibrate, tmp_path: Path) -> None:
