@@ -222,7 +222,7 @@ class TestContract:
             assert (row["gpus"] in row["allocations"], len(row["allocations"])) == (True, row["members"])
         out = run(*asked).out
         assert "as 6,7: 1,5  5,6  6,7\n" in out
-        assert "bound: what no plan exceeds" in out
+        assert "bound: no plan exceeds it" in out
         table = [*csv.reader(io.StringIO(run(*asked, "--csv").out))]
         assert [float(line[table[0].index("trees")]) for line in table[1:]] == [row["trees"] for row in rows]
         assert table[1][0] == "6,7"
@@ -324,7 +324,7 @@ class TestContract:
             (("--plot-size", "6"), "'6' is no size in inches from 1x1 to 200x200, such as 6x4"),
             (("--plot-size", "0x4"), "'0x4' is no size"),
             (("--font", "Nosuch Sans"), "the font 'Nosuch Sans' is not installed"),
-            (("--plot-format", "docx"), "'docx' is no figure format; use png, svg or pdf"),
+            (("--plot-format", "docx"), "'docx' is not a figure format; use png, svg or pdf"),
         ],
     )
     def test_bad_looks_of_figures(
@@ -600,7 +600,7 @@ BAD_OPTIONS = [
     ("plan dgx-1v --gpus 5-2", ["5-2", "write 2-5"]),
     ("plan dgx-1v --gpus 1e9", ["'1e9'", "such as 1,4,5,7"]),
     ("compare dgx-1v --gpu-counts 3-8", ["--gpu-counts", "--all-allocations"]),
-    ("compare dgx-1v --all-allocations --gpu-counts 9", ["9 GPUs", "2 to 8"]),
+    ("compare dgx-1v --all-allocations --gpu-counts 9", ["got 9", "2 to 8"]),
     ("plan dgx-1v --gpus 99999999999999999999", ["99999999999999999999", "such as 1,4,5,7"]),
     ("plan dgx-1v --gpus 0-999999", ["GPU 8", "0 to 7"]),
     ("compare dgx-1v --gpus 0,9", ["GPU 9", "0 to 7"]),

@@ -69,7 +69,7 @@ def test_a_trace_of_too_many_transfers_is_refused(
     assert main(("simulate", cluster_file, "--collective", "allgather", *sizes, "--trace", str(trace))) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "chunk transfers are more than 2000000" in err
+    assert "chunk transfers must be at most 2000000" in err
     assert not trace.exists()
 
 

@@ -104,11 +104,11 @@ def test_shares_of_a_size_are_short_and_lose_less_than_a_grain(
 @pytest.mark.parametrize(
     ("rates", "starts", "nbytes", "message"),
     [
-        ([Fraction(1)], [Fraction(0)], -1, "a buffer of -1 bytes cannot be divided"),
-        ([Fraction(1)], [], 1, "1 rates and 0 starts are not one of each"),
-        ([], [], 1, "0 rates and 0 starts"),
-        ([Fraction(0)], [Fraction(0)], 1, "a channel of 0 GB/s that starts after 0 s cannot take part"),
-        ([Fraction(1)], [Fraction(-1)], 1, "a channel of 1 GB/s that starts after -1 s cannot take part"),
+        ([Fraction(1)], [Fraction(0)], -1, "nbytes must be 0 or more, got -1"),
+        ([Fraction(1)], [], 1, "one for each channel, got 1 and 0"),
+        ([], [], 1, "one for each channel, got 0 and 0"),
+        ([Fraction(0)], [Fraction(0)], 1, "start of zero or more, got 0 GB/s and 0 s"),
+        ([Fraction(1)], [Fraction(-1)], 1, "start of zero or more, got 1 GB/s and -1 s"),
     ],
 )
 def test_a_split_refuses_what_no_channel_is(
