@@ -158,7 +158,7 @@ def test_ranks_that_hang_are_named_with_their_stacks() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--chaos", "0", "--backend", "tcp"], "'0' is no number of seconds above zero"),
+        (["--chaos", "0", "--backend", "tcp"], "must be a number of seconds above zero, such as 60, got '0'"),
         (["--chaos", "5"], "loopback has none, use --backend shared, tcp or mpi"),
         (["--chaos", "5", "--backend", "shared", "--rivals"], "--rivals is not for --chaos"),
         (["--chaos", "5", "--backend", "shared", "--csv", "--json"], "--json and --csv are two forms"),

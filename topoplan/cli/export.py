@@ -28,7 +28,6 @@ from topoplan.reading.load import read_text
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``export``."""
     arguments.add_machine(parser, or_plan=True)
     known = "; ".join(f"{name}: {found.line}" for name, found in FORMATS.items())
     parser.add_argument("--to", required=True, metavar="FORMAT", help=known)
@@ -75,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     check_format(options.to)
     check_target(options.output, "-o")
     with progress_line("exporting"):
-        exported, told = _export_file(options)
-    notes = (*told, *exported.notes, *_usage_lines(options))
+        exported, source_notes = _export_file(options)
+    notes = (*source_notes, *exported.notes, *_usage_lines(options))
     if exported.files:
         if options.output in (None, "-"):
             raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
-    """The file, and what there is to say of what it was made from."""
+    """Return the exported file, and the notes of the plan or machine."""
     if options.bus_ids is not None and options.to != "nccl-topo":
         raise UsageError(f"--bus-ids goes with --to nccl-topo; {options.to} has none")
     if options.bus_ids == "-" == options.topo:
@@ -119,7 +118,7 @@ def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]
 
 
 def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
-    """The server that is exported, with the bus ids of a file."""
+    """Return the exported server, with the bus ids of a file."""
     path: str = options.bus_ids
     try:
         known = parse_bus_ids(read_text(path, f"save what {BUS_ID_QUERY} prints"))
@@ -129,7 +128,7 @@ def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
 
 
 def _usage_lines(options: argparse.Namespace) -> tuple[str, ...]:
-    """How to have the file used."""
+    """Return lines that say how another program is made to read the file."""
     if options.output in (None, "-"):
         return how_to_use(options.to, _choices(options))
     path = Path(options.output)
@@ -152,13 +151,12 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 def add_report_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``report``."""
     arguments.add_machine(parser)
     parser.add_argument(
         "-o",
         dest="output",
         metavar="F.html",
-        help="write the page there; - prints it (needed: there is no default)",
+        help="write the page there; - prints it (required)",
     )
     arguments.add_allocation(parser)
     arguments.add_collective(parser)

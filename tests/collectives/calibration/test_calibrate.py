@@ -334,7 +334,7 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "--repeats", "2"],
-                "argument --repeats: '2' is no number of repeats from 3 to 1000 (see topoplan calibrate --help)",
+                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' (see topoplan calibrate --help)",
             ),
             (
                 machine(),
