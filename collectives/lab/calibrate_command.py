@@ -26,7 +26,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import topoplan
-from collectives.tables.cupy_arrays import on_device
+from collectives.tables.cupy_arrays import broken_cupy, on_device
 from topoplan.cli.arguments import (
     OneLineParser,
     add_allocation,
@@ -170,18 +170,9 @@ def load_cupy() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             raise ProbeError('calibrate needs CuPy: pip install "topoplan[cuda12]"') from None
-        raise ProbeError(_cupy_missing(error)) from None
+        raise ProbeError(broken_cupy(error)) from None
     except ImportError as error:
-        raise ProbeError(_cupy_missing(error)) from None
-
-
-def _cupy_missing(error: ImportError) -> str:
-    # CuPy frames its reason; the last line states it.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
-    return (
-        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
-        'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
-    )
+        raise ProbeError(broken_cupy(error)) from None
 
 
 def visible_bus_ids(cupy: ModuleType) -> tuple[str, ...]:
