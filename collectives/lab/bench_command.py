@@ -15,12 +15,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    MPI_RANK_VARIABLES,
     check_target,
     plan_notes,
     print_csv,
@@ -32,7 +33,6 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import physical_memory
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.units import counted, format_size
 
@@ -88,10 +88,6 @@ class FaultRow:
             p99_ms=times[-1 - len(times) // 100] * 1e3 if times else None,
             **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNT_COLUMNS},
         )
-
-    def to_object(self) -> dict[str, object]:
-        """Return a JSON object."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def add_chaos(parser: arguments.OneLineParser) -> None:
@@ -175,7 +171,7 @@ def _print_chaos(
     if options.csv:
         if options.seed is None:
             print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
-        print_csv([line.to_object() for line in lines])
+        print_csv([asdict(line) for line in lines])
         return
     before, after, model = (
         (statistics.median(column) for column in zip(*outcome.rates, strict=True))
@@ -192,7 +188,7 @@ def _print_chaos(
                 "seconds": settings.seconds,
                 "seed": settings.seed,
                 "timeout": settings.timeout,
-                "rows": [line.to_object() for line in lines],
+                "rows": [asdict(line) for line in lines],
                 "jobs": outcome.jobs,
                 "collectives": outcome.collectives,
                 "bytes": outcome.nbytes,
@@ -211,7 +207,7 @@ def _print_chaos(
             "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
             for value in row
         ]
-        for row in ([*line.to_object().values()] for line in lines)
+        for row in map(astuple, lines)
     ]
     print(table([field.name.replace("_", " ") for field in fields(FaultRow)], cells))
     print(
@@ -233,7 +229,7 @@ LINE = "run a plan on real arrays, checked and timed"
 IN_ONE_PROCESS = ("loopback", "loopback-gpu")
 """Back ends that run all ranks in one process."""
 
-BUFFERS = 5
+ARRAYS = 5
 """Arrays of full size for each rank: input, result, workspace of the back end, and two for the check."""
 
 TIMEOUT, CHAOS_TIMEOUT = 30.0, 2.0
@@ -330,7 +326,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import BackendSettings, check_backend
-    from collectives.lab.benchmark import check_dtype
+    from collectives.lab.benchmark import check_dtype, check_memory
 
     arguments.check_csv(options)
     if options.timeout is None:
@@ -345,7 +341,7 @@ def run(options: argparse.Namespace) -> int:
     check_backend(options.backend, BackendSettings(options.timeout, _pace_scale(options), options.engine))
     plan = read_plan(options.plan)
     check_dtype(options.dtype, options.backend, plan.collective)
-    _check_memory(max(options.sizes), len(plan.ranks))
+    check_memory(max(options.sizes), len(plan.ranks), arrays=ARRAYS)
     if options.np is not None and options.np != len(plan.ranks):
         raise UsageError(
             f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
@@ -481,17 +477,6 @@ def _print_benchmark(
         print(f"written: {options.trace}")
 
 
-def _check_memory(nbytes: int, ranks: int) -> None:
-    """Refuse buffers that this machine's memory cannot hold: the system may kill the process without a message."""
-    needed = BUFFERS * nbytes * ranks
-    memory = physical_memory()
-    if needed > memory:
-        raise UsageError(
-            f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "
-            f"memory, and the machine has {format_size(memory)}; choose smaller --sizes"
-        )
-
-
 def _format_table(rows: list[BenchmarkRow]) -> str:
     lines = [
         "# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in COLUMN_HEADS
@@ -513,13 +498,9 @@ def _format_table(rows: list[BenchmarkRow]) -> str:
     return "\n".join(lines)
 
 
-RANK_VARIABLES = {"mpi": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
-"""Variables that launchers set for a rank; for other back ends `RANK`, as torchrun does."""
-
-
 def started_as_rank(backend: str) -> bool:
-    """Return whether a launcher started this process as one rank of several."""
-    return any(name in os.environ for name in RANK_VARIABLES.get(backend, ("RANK",)))
+    """Return whether a launcher, mpiexec or torchrun, started this process as one rank of several."""
+    return any(name in os.environ for name in (MPI_RANK_VARIABLES if backend == "mpi" else ("RANK",)))
 
 
 def start_processes(options: argparse.Namespace, plan: Plans) -> int:

@@ -25,11 +25,12 @@ from collectives.backends.backend import TraceEvent
 from collectives.communicator.communicator import Communicator
 from collectives.tables.numpy_arrays import numpy_dtype
 from topoplan.errors import UsageError
+from topoplan.machine.topology import physical_memory
 from topoplan.model import event_simulation
 from topoplan.model.closed_form import simulate
 from topoplan.model.event_simulation import SimulatedRun
 from topoplan.plans.plan import Plans
-from topoplan.units import bus_factor
+from topoplan.units import bus_factor, counted, format_size
 
 METHODS = {
     "allreduce": "all_reduce",
@@ -115,6 +116,17 @@ def check_dtype(dtype: str, backend: str, collective: str) -> None:
         raise UsageError("bool has no sums; bench it with a plan for broadcast or allgather, or take uint8")
     if backend != "torch":
         numpy_dtype(dtype)
+
+
+def check_memory(nbytes: int, ranks: int, *, arrays: int) -> None:
+    """Refuse arrays that this machine's memory cannot hold: the system may kill a process without a message."""
+    needed = arrays * nbytes * ranks
+    memory = physical_memory()
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {counted(ranks, 'rank')} need {format_size(needed)} of memory, and the machine "
+            f"has {format_size(memory)}; choose smaller --sizes"
+        )
 
 
 def measure(

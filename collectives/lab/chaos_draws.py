@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -219,11 +219,11 @@ def draw_round(
     kind = str(draw.choice([*weights], p=np.array([*weights.values()]) / sum(weights.values())))
     piece = _draw_collective(draw, kind, ranks, largest, roots[0] if kind in ("broadcast", "reduce") else -1)
     if kind == "allgather" and draw.random() < 0.3:
-        return [_with(piece, place="out")]
+        return [replace(piece, place="out")]
     if kind in DIVIDED and len(present) > 4 and draw.random() < 0.3:
         # neither one rank less nor two divide it
         many = 1 + (len(present) - 1) * (len(present) - 2) * int(draw.integers(300))
-        return [_with(piece, count=len(present) * many)]
+        return [replace(piece, count=len(present) * many)]
     return [piece]
 
 
@@ -251,11 +251,6 @@ def _divisible_count(count: int, ranks: int) -> int:
     """Return about so many elements, divisible by any number of ranks."""
     unit = math.lcm(*range(1, ranks + 1))
     return max(count // unit, 1) * unit
-
-
-def _with(piece: RandomCollective, *, place: str = "new", count: int | None = None) -> RandomCollective:
-    count = piece.count if count is None else count
-    return RandomCollective(piece.kind, count, piece.dtype, piece.op, piece.root, piece.tenths, place)
 
 
 def make_input(piece: RandomCollective, seed: int, round_number: int, rank: int) -> NDArray[Any]:

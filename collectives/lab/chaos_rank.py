@@ -31,31 +31,22 @@ from collectives.backends.tcp.compiled_exchange import compile_ahead as compile_
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.lab.benchmark import METHODS
 from collectives.lab.chaos_draws import (
     BORDER,
     REPLICATED,
+    SUMMING,
     RandomCollective,
     draw_round,
     make_input,
     wrong_elements,
 )
+from topoplan.cli.output import MPI_RANK_VARIABLES
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.size_plans import parse_plan_file
 
 START_SECONDS = 120.0
 """Timeout of the rendezvous."""
-
-METHODS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "reduce": "reduce",
-}
-
-MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Variables in which MPI launchers pass the rank."""
 
 UNWRITTEN = 119
 """Contents of an output array before a result is written; no result consists of it."""
@@ -316,7 +307,7 @@ class _RankLoop:
 
     def _start(self, piece: RandomCollective, array: NDArray[Any], out: NDArray[Any] | None) -> Handle[Any]:
         options: dict[str, Any] = {"out": out} if out is not None else {}
-        if piece.kind in ("allreduce", "reduce_scatter", "reduce"):
+        if piece.kind in SUMMING:
             options["op"] = piece.op
         if piece.root >= 0:
             options["root"] = self._present.index(piece.root)

@@ -115,12 +115,9 @@ def _check_result(table: TransferTable, plan: Plan) -> None:
 
 def _owner(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for every piece between two cuts the rank whose data or result it is; -1 for all ranks."""
-    if plan.collective in ("allgather", "reduce_scatter"):
+    if plan.collective in ("allgather", "reduce_scatter", ALL_TO_ALL):
         blocks: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
         return blocks
-    if plan.collective == ALL_TO_ALL:
-        destinations: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
-        return destinations
     return np.full(len(cuts) - 1, -1 if plan.root is None else plan.root, dtype=np.int64)
 
 

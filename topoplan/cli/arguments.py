@@ -80,11 +80,7 @@ link_fraction = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 
 
 
 def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
-    """Return a parser of a whole number from ``least`` to ``most``, as `number`.
-
-    >>> whole_number(1, 1000, "number of runs")("3")
-    3
-    """
+    """Return a parser of a whole number from ``least`` to ``most``, as `number`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,30}", text) or not least <= int(text) <= most:
@@ -140,11 +136,7 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def size(text: str) -> int:
-    """Parse one size in bytes, of 0 to `LARGEST_SIZE`.
-
-    >>> size("64MB")
-    67108864
-    """
+    """Parse one size in bytes, of 0 to `LARGEST_SIZE`."""
     sizes = size_list(text)
     if len(sizes) > 1:
         raise argparse.ArgumentTypeError(
@@ -322,11 +314,7 @@ def add_plot(parser: OneLineParser, what: str) -> None:
 
 
 def page_size(text: str) -> tuple[float, float]:
-    """Parse width and height in inches.
-
-    >>> page_size("6x4")
-    (6.0, 4.0)
-    """
+    """Parse width and height in inches."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,4})?)x([0-9]{1,3}(?:\.[0-9]{1,4})?)", text)
     sides = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
     if not all(1 <= side <= 200 for side in sides):

@@ -25,7 +25,7 @@ from typing import Protocol, cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
-from topoplan.cli.output import WrappedText, print_error, terminal_width
+from topoplan.cli.output import MPI_RANK_VARIABLES, WrappedText, print_error, terminal_width
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plugins import plugin_loaders
@@ -154,7 +154,7 @@ that of shells, 128 + the signal.
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after Ctrl-C."""
 
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
 """Variables that launchers set for a rank; a rank has started no processes and ends at once."""
 
 

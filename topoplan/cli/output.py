@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 MAX_ERROR_LENGTH = 600
 """Most characters of an error; values from a file may be of any length."""
 
-MPI_RANK_VARIABLES = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
-"""Variables of processes that mpiexec started."""
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Variables in which MPI launchers pass a process its rank."""
 
 MAX_COLUMNS = 120
 """Columns of a line on a wide terminal."""
@@ -149,7 +149,7 @@ def terminal_width() -> int | None:
 
     A process that mpiexec started has a terminal of its own, wherever its output goes, and gets None.
     """
-    if sys.stdout is None or not sys.stdout.isatty() or MPI_RANK_VARIABLES & os.environ.keys():
+    if sys.stdout is None or not sys.stdout.isatty() or os.environ.keys() & set(MPI_RANK_VARIABLES):
         return None
     return min(MAX_COLUMNS, shutil.get_terminal_size().columns)
 

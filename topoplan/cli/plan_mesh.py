@@ -65,11 +65,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def _axis_extents(text: str) -> dict[str, int]:
-    """Parse names and extents.
-
-    >>> _axis_extents("dp=2,tp=4")
-    {'dp': 2, 'tp': 4}
-    """
+    """Parse names and extents."""
     wanted = "axes with whole numbers of ranks, such as dp=2,tp=4"
     found = _named_fractions(text, text, wanted)
     if any(number.denominator != 1 for number in found.values()):

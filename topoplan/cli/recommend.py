@@ -95,11 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Parse the numbers of GPUs of several jobs.
-
-    >>> _sizes("4,2,2")
-    (4, 2, 2)
-    """
+    """Parse the numbers of GPUs of several jobs."""
     one = arguments.whole_number(1, 999_999, "list of numbers of GPUs such as 4,2,2")
     try:
         return tuple(one(part) for part in text.split(","))

@@ -19,6 +19,7 @@ from collectives.communicator.link_monitor import (
     MIN_MONITORED_BYTES,
 )
 from collectives.communicator.recovery import PlanChange, changed_topology, replan_for_change
+from collectives.lab.benchmark import check_memory
 from collectives.lab.testbed.network import (
     PlanFlow,
     crossed_links,
@@ -29,7 +30,7 @@ from collectives.lab.testbed.network import (
     slowed_plan,
     wires_file,
 )
-from collectives.lab.testbed.run import check_memory, predicted, run_job
+from collectives.lab.testbed.run import ARRAYS, predicted, run_job
 from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, sandbox_refusal
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -101,7 +102,7 @@ def run_drop(
     if nbytes < MIN_MONITORED_BYTES:
         least = format_size(MIN_MONITORED_BYTES)
         raise UsageError(f"{format_size(nbytes)} is too small to be monitored; give {least} or more")
-    check_memory(nbytes, len(plan.ranks))
+    check_memory(nbytes, len(plan.ranks), arrays=ARRAYS)
     machine = plan.topology
     speeds = _wire_speeds(plan, drops)
     change = PlanChange.of(slow_links=speeds)

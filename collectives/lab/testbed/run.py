@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from collectives.lab.benchmark import check_memory
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.heartbeats import Heartbeat, HeartbeatWire, RoundTrips
 from collectives.lab.testbed.network import (
@@ -27,7 +27,6 @@ from topoplan.machine.topology import Link
 from topoplan.model.closed_form import simulate
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
-from topoplan.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class ShapedRunOutcome:
         }
 
 
-BUFFERS = 4
+ARRAYS = 4
 """Arrays of full size for each rank: input, result, and two for the check."""
 
 
@@ -148,7 +147,7 @@ def run_testbed(
     network outlives this process (`collectives.lab.testbed.sandbox`).
     """
     _check_plans(plans)
-    check_memory(max(sizes), len(next(iter(plans.values())).ranks))
+    check_memory(max(sizes), len(next(iter(plans.values())).ranks), arrays=ARRAYS)
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[PlanFlow, Sequence[Link]] = {
         flow: links for part in flows.values() for flow, links in part.items()
@@ -229,17 +228,6 @@ def _check_plans(plans: Mapping[str, Plan]) -> None:
     for name, plan in plans.items():
         if plan.ranks != first.ranks or plan.topology.links != first.topology.links:
             raise UsageError(f"{name} is for other GPUs or another machine; run it in a test bed of its own")
-
-
-def check_memory(nbytes: int, ranks: int) -> None:
-    """Refuse buffers that this machine's memory cannot hold: the system may kill a rank without a message."""
-    needed = BUFFERS * nbytes * ranks
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise UsageError(
-            f"{format_size(nbytes)} on {ranks} ranks need {format_size(needed)} of memory, and the machine has "
-            f"{format_size(memory)}; choose smaller sizes"
-        )
 
 
 def _links_under_test(network: ShapedNetwork) -> list[tuple[tuple[str, str], LinkUnderTest]]:

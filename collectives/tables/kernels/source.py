@@ -201,11 +201,7 @@ FEEDBACK_KINDS = {"feedback": "false", "momentum": "true"}
 
 
 def feedback_form(kind: str, form: str, given: str) -> str:
-    """Return the name of a kernel with gradients of this dtype, without the residual's dtype.
-
-    >>> feedback_form("momentum", "gather", "bfloat16")
-    'momentum_gather_bfloat16'
-    """
+    """Return the name of a kernel with gradients of this dtype, without the residual's dtype."""
     return f"{kind}_{form}_{given}"
 
 
@@ -254,11 +250,7 @@ SELECTION_FORMS = {
 
 
 def selection_kernel(form: str, dtype: str) -> str:
-    """Return the name of a kernel for elements of a dtype.
-
-    >>> selection_kernel("feed_histogram", "float32")
-    'feed_histogram_float32'
-    """
+    """Return the name of a kernel for elements of a dtype."""
     return f"{form}_{dtype}"
 
 

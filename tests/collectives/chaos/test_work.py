@@ -17,7 +17,7 @@ from collectives.lab.chaos_draws import (
     make_input,
     wrong_elements,
 )
-from collectives.lab.chaos_rank import METHODS
+from collectives.lab.benchmark import METHODS
 
 SEED, ROUND = 5, 17
 
