@@ -441,7 +441,7 @@ def _parser() -> argparse.ArgumentParser:
         "--processes",
         type=int,
         metavar="N",
-        help="start so many, which train in a plain loop on the CPU, over tcp",
+        help="start N processes, which train in a plain loop on the CPU over tcp",
     )
     parser.add_argument("--lose", metavar="R@S", help="kill rank R of these processes in step S")
     parser.add_argument(

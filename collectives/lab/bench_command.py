@@ -288,7 +288,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--paced",
         action="store_true",
-        help="let every link run at its bandwidth times --scale, and print what the model says (loopback, tcp)",
+        help="let every link run at its bandwidth times --scale, and print the model's times (loopback, tcp)",
     )
     parser.add_argument(
         "--scale",

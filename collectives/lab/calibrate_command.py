@@ -158,8 +158,8 @@ class PeerAccess:
 
 def _access_refused(which: str, gpu: VisibleGpu, peer: VisibleGpu, error: Exception) -> ProbeError:
     return ProbeError(
-        f"peer access {gpu.name}>{peer.name} cannot be switched {which}: {error}; look at what else uses the GPUs, or "
-        "leave one out with --gpus"
+        f"peer access {gpu.name}>{peer.name} cannot be switched {which}: {error}; check for other users of the GPUs, "
+        "or leave one out with --gpus"
     )
 
 
@@ -320,7 +320,7 @@ def _copy_times(
                 rounds.append([cuda.get_elapsed_time(*ends) / 1e3 for ends in pairwise(marks)])
     except runtime.CUDARuntimeError as error:
         raise ProbeError(
-            f"copying {src.name}>{dst.name} failed: {error}; look at what else uses the GPUs, or leave one out with "
+            f"copying {src.name}>{dst.name} failed: {error}; check for other users of the GPUs, or leave one out with "
             "--gpus"
         ) from None
     columns = zip(*rounds[1:], strict=True)
@@ -343,7 +343,7 @@ _DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
 
 
 def add_options(parser: OneLineParser) -> None:
-    add_machine(parser, otherwise="what topoplan probe finds")
+    add_machine(parser, otherwise="the result of topoplan probe")
     add_allocation(parser)
     parser.add_argument(
         "-o", metavar="F.json", dest="output", help="write the measured machine, topology JSON"

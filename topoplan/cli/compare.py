@@ -56,12 +56,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--gpu-counts",
         type=arguments.gpu_list,
         metavar="LIST",
-        help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
+        help="with --all-allocations, only allocations of these numbers of GPUs, such as 3-8",
     )
     parser.add_argument(
         "--without-each-server",
         action="store_true",
-        help="on a cluster, the rate of packed trees with all servers and without each of them: what each costs",
+        help="on a cluster, the rate of packed trees with all servers and without each of them: the cost of each",
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)

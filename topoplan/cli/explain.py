@@ -83,7 +83,9 @@ def write_tuner_file(options: argparse.Namespace) -> int:
             "communicator at a time"
         )
     if not shapes:
-        raise UsageError("the logs hold no run of nccl-tests; give what all_reduce_perf and its like printed")
+        raise UsageError(
+            "the logs hold no run of nccl-tests; give the output of all_reduce_perf or another test"
+        )
     ((servers, ranks),) = shapes
     spoken = [one for log in logs if log.spoken for one in log.spoken.communicators if one.size == ranks]
     rings = options.nccl_channels or max((one.channels or 0 for one in spoken), default=0)
@@ -117,7 +119,9 @@ def _read_labelled_log(part: str) -> LabelledLog:
     text = read_log(path)
     runs = parse_perf_runs(text)
     if not runs:
-        raise UsageError(f"{path} holds no run of nccl-tests; give what all_reduce_perf and its like printed")
+        raise UsageError(
+            f"{path} holds no run of nccl-tests; give the output of all_reduce_perf or another test"
+        )
     return LabelledLog(label.strip(), path, algorithm, protocol, runs, parse_nccl_log(text))
 
 
@@ -191,7 +195,7 @@ def _open_protocol(
         return min(own, key=lambda one: one.seconds(size)).protocol
     raise UsageError(
         f"--tune {log.label}={log.path} leaves open which protocol ran at {format_size(size)}; write "
-        f"{log.label}/simple, /ll or /ll128, or add --machine for what NCCL's model chooses"
+        f"{log.label}/simple, /ll or /ll128, or add --machine for the choice of NCCL's model"
     )
 
 
@@ -200,9 +204,7 @@ COLUMN_HEADS = (
     *("model", "(us)", "of it"),
 )
 
-MODEL_NOTE = (
-    "model: what NCCL's own model of time chooses at this size, and its time over the time that was measured"
-)
+MODEL_NOTE = "model: the choice of NCCL's own model of time at this size, and its time over the measured time"
 
 IN_NETWORK_NOTE = (
     "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
@@ -214,26 +216,28 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "log",
         nargs="?",
         metavar="LOG",
-        help="what nccl-tests, topoplan bench or NCCL_DEBUG=INFO printed, several runs in one file too; - for stdin",
+        help="output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file; - for stdin",
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
-    arguments.add_collective(parser, default=None, otherwise="what the log names, else what its columns fit")
+    arguments.add_collective(
+        parser, default=None, otherwise="the one that the log names, else the one that its columns fit"
+    )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
     tuning.add_argument(
         "--tune",
         metavar="ALGORITHM=LOG,…",
-        help="write what was fastest by size, from a log of nccl-tests for each algorithm, or algorithm and protocol, "
-        "such as ring=A.log,tree/ll=B.log,nvls=C.log",
+        help="write the fastest choice by size, from a log of nccl-tests for each algorithm, or algorithm and "
+        "protocol, such as ring=A.log,tree/ll=B.log,nvls=C.log",
     )
     tuning.add_argument("-o", dest="output", metavar="F.csv", help="with --tune: the file (default: stdout)")
     tuning.add_argument(
         "--nccl-channels",
         type=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
         metavar="N",
-        help="with --tune: channels that NCCL has (default: what the logs or the machine say)",
+        help="with --tune: channels that NCCL has (default: from the logs or the machine)",
     )
     add_cluster_options(parser)
     add_in_network(parser)
@@ -251,12 +255,12 @@ def run(options: argparse.Namespace) -> int:
     if given:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
-        raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
+        raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
     arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
-        raise UsageError("stdin is read once; give LOG and --machine a file each, but for one")
+        raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
     runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
@@ -264,11 +268,11 @@ def run(options: argparse.Namespace) -> int:
     if not runs and spoken is None:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
-            "give what they printed"
+            "give their output"
         )
     if collective is not None and all(run.program or run.collective for run in runs):
         raise UsageError(
-            "--collective is for runs that do not name their test, and there are none here; leave it out"
+            "--collective is for runs that do not name their test, and all runs name it; leave it out"
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:

@@ -37,7 +37,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--bus-ids",
         metavar="FILE",
-        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: what {BUS_ID_QUERY} prints",
+        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: the output of {BUS_ID_QUERY}",
     )
     engine = parser.add_argument_group("files of engines")
     engine.add_argument(
@@ -61,7 +61,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     engine.add_argument(
         "--protocol",
         choices=("simple", "ll"),
-        help="signals beside the data, or flags in packets, for small buffers (default: simple)",
+        help="simple: signals beside the data; ll: flags in packets, for small buffers (default: simple)",
     )
     engine.add_argument(
         "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
@@ -121,7 +121,7 @@ def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
     """Return the exported server, with the bus ids of a file."""
     path: str = options.bus_ids
     try:
-        known = parse_bus_ids(read_text(path, f"save what {BUS_ID_QUERY} prints"))
+        known = parse_bus_ids(read_text(path, f"save the output of {BUS_ID_QUERY}"))
         return with_bus_ids(one_server(machine, options.server, "a topology file of NCCL"), known)
     except (UsageError, TopologyError) as error:
         raise UsageError(f"--bus-ids {path}: {error}") from None
@@ -165,7 +165,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
         "--channels",
         default="auto",
         metavar="CH",
-        help="what the trees run over, as for plan (default: auto)",
+        help="channels of the trees, as for plan (default: auto)",
     )
     arguments.add_sizes(parser, "1KB:1GB")
     add_cluster_options(parser)
@@ -176,7 +176,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
 def run_report(options: argparse.Namespace) -> int:
     """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
     if options.output is None:
-        raise UsageError("say where the page goes with -o, such as -o report.html")
+        raise UsageError("report needs an output file; give one with -o, such as -o report.html")
     check_target(options.output, "-o")
     machine = read_machine(options)
     from topoplan.operate.plot.page import report_page

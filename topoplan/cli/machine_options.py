@@ -65,7 +65,7 @@ def _nic_choice(text: str) -> int | str:
 
 def add_cluster_options(parser: OneLineParser) -> None:
     """Add the options of servers, NICs and network."""
-    group = parser.add_argument_group("a cluster", "so many servers of TOPO, joined by a network")
+    group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
     group.add_argument(
         "--servers",
         type=_count,
@@ -82,7 +82,7 @@ def add_cluster_options(parser: OneLineParser) -> None:
         "--nic-gbps",
         type=bandwidth_reader("Gb/s"),
         metavar="Gb/s",
-        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: what its NICs state)",
+        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: as its NICs state)",
     )
     group.add_argument(
         "--nics",

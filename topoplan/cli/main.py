@@ -125,17 +125,17 @@ COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
     "probe": "this machine, through its driver and Linux",
-    "check": "is a machine healthy, and what does each fault cost",
+    "check": "health of a machine, and the cost of each fault",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
-    "explain": "a log of nccl-tests or NCCL beside what the wires allow, and a file for NCCL's tuner",
+    "explain": "a log of nccl-tests or NCCL against the bounds of the wires, and a file for NCCL's tuner",
     "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "order": "which rank on which GPU and node, for rings, trees and meshes",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
-    "diff": "what differs between two descriptions of a machine, and which difference changes its bound",
+    "diff": "differences between two descriptions of a machine, and which of them change its bound",
     "pairs": "which GPUs to test with which, and from the results which link is slow",
     COMPLETION: "a script that makes a shell complete these commands",
 }
@@ -202,7 +202,7 @@ def _run_and_report(given: list[str]) -> int:
         return 0
     except OSError as error:
         _abandon_stdout()
-        return _report_failure(prefix, f"{error.strerror or error}; look at where the output goes")
+        return _report_failure(prefix, f"{error.strerror or error}; check the output file or pipe")
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
         with contextlib.suppress(OSError):  # a terminal that has gone

@@ -47,8 +47,8 @@ MAX_LIST_COLUMNS = 110
 class OrderAnswer:
     """The placement of ranks.
 
-    ``gpus`` are the GPUs that are ranks, ascending. ``given`` and ``found`` are the seats of every rank, as given and
-    in the best order; ``order`` is the GPU of every rank in the best order.
+    ``gpus`` are the GPUs that are ranks, ascending. ``given`` and ``found`` are the placements of every rank, as given
+    and in the best order; ``order`` is the GPU of every rank in the best order.
     """
 
     machine: RequestedMachine
@@ -61,7 +61,7 @@ class OrderAnswer:
     @property
     def hosts(self) -> list[str]:
         """Hosts in the order of their first ranks."""
-        return list(dict.fromkeys(seat.host for seat in self.found))
+        return list(dict.fromkeys(placement.host for placement in self.found))
 
 
 def print_order(answer: OrderAnswer, ranked: RankOrder) -> None:
@@ -123,8 +123,8 @@ def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RateP
 def _print_placement(answer: OrderAnswer) -> None:
     print(f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}")
     taken: dict[str, list[int]] = {}
-    for seat in answer.found:
-        taken.setdefault(seat.host, []).append(seat.slot)
+    for placement in answer.found:
+        taken.setdefault(placement.host, []).append(placement.slot)
     hosts_by_slots: dict[tuple[int, ...], list[str]] = {}
     for host, slots in taken.items():
         hosts_by_slots.setdefault(tuple(slots), []).append(host)
@@ -233,8 +233,11 @@ def order_object(
         "order": list(answer.order),
         "gpus": [names[gpu] for gpu in answer.order],
         "nodes": answer.hosts,
-        "ranks": [{"host": seat.host, "slot": seat.slot} for seat in answer.found],
-        "given": {"order": list(given), "nodes": list(dict.fromkeys(seat.host for seat in answer.given))},
+        "ranks": [{"host": placement.host, "slot": placement.slot} for placement in answer.found],
+        "given": {
+            "order": list(given),
+            "nodes": list(dict.fromkeys(placement.host for placement in answer.given)),
+        },
     }
     if isinstance(ranked, MeshOrder):
         found["mesh"] = dict(ranked.axes)
@@ -305,14 +308,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--hosts",
         metavar="LIST|F",
-        help="hosts of the job in the order as it is, node[01-08,12] or a file with a host on each line: of TOPO's "
+        help="hosts of the job in their present order, node[01-08,12] or a file with a host on each line: of TOPO's "
         "nodes these (default: all, as Slurm lists them), or else names for the hosts of TOPO",
     )
     parser.add_argument(
         "--gpus",
         type=arguments.gpu_list,
         metavar="LIST",
-        help="GPU numbers of the ranks in the order as it is, such as 0,2,1,3 (default: all, by number)",
+        help="GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by number)",
     )
     arguments.add_collective(parser)
     add_mesh(parser)
@@ -414,7 +417,7 @@ def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
     if options.axes is None and len(wide) > 1:
         weights = ",".join(f"{name}={PRESETS['megatron'].get(name, 1)}" for name in wide)
         raise UsageError(
-            f"the mesh has {len(wide)} axes and nothing says how many bytes each moves, which decides where it lies; "
+            f"the mesh has {len(wide)} axes, and their placement depends on the bytes that each moves; "
             f"add --axes with their weights, such as {weights}, or --preset megatron"
         )
     axes: Mapping[str, Fraction | int] | None = options.axes
@@ -431,13 +434,15 @@ def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, 
     """
     if options.server is None:
         if options.slurm_topology is not None:
-            raise UsageError("--slurm-topology belongs to --server, which says what a node is; add it")
+            raise UsageError(
+                "--slurm-topology belongs to --server, which names the machine of a node; add it"
+            )
         return read_machine(options), () if options.hosts is None else host_names(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")
     if network is None:
         raise UsageError(
-            f"--server says what the nodes of Slurm's topology.conf or topology.yaml are, and {options.topo[:60]} is "
-            "neither; leave --server out"
+            f"--server names the machine of the nodes in Slurm's topology.conf or topology.yaml, and "
+            f"{options.topo[:60]} is neither; leave --server out"
         )
     refused = first_set_option(options, NOT_OF_TREES)
     if refused:

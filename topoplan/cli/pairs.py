@@ -90,7 +90,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--results",
         metavar="FILE",
-        help="GB/s of pairs, CSV or JSON as docs/file-formats.md says, or what topoplan calibrate --json prints: name "
+        help="GB/s of pairs, CSV or JSON as in docs/file-formats.md, or the output of topoplan calibrate --json: name "
         "the slow links; exit status 1 if there are any",
     )
     parser.add_argument(
@@ -98,7 +98,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=arguments.number(0.001, 0.5, "part of a rate from 0.001 to 0.5"),
         default=TOLERANCE,
         metavar="T",
-        help=f"with --results, what a healthy pair may be below the others (default: {TOLERANCE:g})",
+        help=f"with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})",
     )
     parser.add_argument(
         "--any-pair", action="store_true", help="with --results, take pairs that these rounds do not have too"

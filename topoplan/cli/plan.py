@@ -73,20 +73,20 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--schedule",
         default=TREES,
         metavar="NAME",
-        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or what an installed package "
-        f"registers; a name that is unknown is answered with all (default: {TREES})",
+        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or of an installed package; "
+        f"an unknown name lists all (default: {TREES})",
     )
     parser.add_argument(
         "--schedule-file",
         metavar="F.json",
         help='trees of your own in place of packed ones, {"trees": [[[0, 1], [1, 2]], {"ring": [0, 1, 2]}]}; their '
-        "shares are chosen where the file leaves them out",
+        "shares are chosen if the file leaves them out",
     )
     arguments.add_channels(parser)
     parser.add_argument(
         "--order",
         metavar="O",
-        help=f"with exact, what comes first among equal rates: {', '.join(ORDERS)} (default: height)",
+        help=f"with exact, the first criterion among equal rates: {', '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--height",
@@ -135,12 +135,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--bound-only",
         action="store_true",
-        help="prove what no plan can exceed, and make none: thousands of GPUs",
+        help="prove an upper bound, and make no plan: for thousands of GPUs",
     )
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say how the plan runs: pipeline, and memory beside the buffers",
+        help="print how the plan runs: pipeline, and memory beside the buffers",
     )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)

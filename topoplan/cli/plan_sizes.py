@@ -68,12 +68,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         const=arguments.size_list("1KB:1GB"),
         metavar="S",
         help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
-        "these: 64KB:1GB, or 64KB,1MB,… (1KB:1GB where none are given); -o writes them all into one file",
+        "these: 64KB:1GB, or 64KB,1MB,… (default: 1KB:1GB); -o writes them all into one file",
     )
     parser.add_argument(
         "--engine",
         choices=("messages", "windows"),
-        help="with --sizes, what moves the data: messages, copies that are started one by one, or windows, one kernel "
+        help="with --sizes, the engine: messages, copies that are started one by one, or windows, one kernel "
         "for each collective that writes to the other GPUs' memory over NVLink; then blocks and chunks are chosen too "
         "(default: messages)",
     )

@@ -173,11 +173,11 @@ def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
 def read_log(path: str) -> str:
     """Return the text of a log, or of stdin for ``-``; UsageError if it is unreadable, empty or binary."""
     try:
-        text = read_text(path, "give what the test printed", decode=decode_log)
+        text = read_text(path, "give the output of the test", decode=decode_log)
     except TopologyError:
-        raise UsageError(f"{_place_words(path)} is binary, not text; give what the test printed") from None
+        raise UsageError(f"{_place_words(path)} is binary, not text; give the output of the test") from None
     if not text.strip():
-        raise UsageError(f"{_place_words(path)} is empty; give what the test printed")
+        raise UsageError(f"{_place_words(path)} is empty; give the output of the test")
     return text
 
 

@@ -217,7 +217,7 @@ def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
     _print_report(book.whole, whole)
     print()
     print(
-        f"all {counted(len(left), 'plan')} after a failure valid, each on the machine without what is lost, "
+        f"all {counted(len(left), 'plan')} after a failure valid, each on the degraded machine, "
         f"from {len(book.own)} in the file"
     )
     proved = sum(report.optimal for report in after)
@@ -258,7 +258,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int
     root = "" if verdict.root is None else f" from gpu {verdict.root}"
     print(
         f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read finds "
-        "nothing, no block waits for ever, no signal is left over"
+        "nothing, no block hangs, no signal is unused"
     )
     if loads is not None:
         print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links")

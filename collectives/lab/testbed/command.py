@@ -48,7 +48,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--gbit-per-link",
         type=arguments.positive_factor,
         metavar="G",
-        help="Gbit/s at which the fastest wire runs here (default: what two processor cores keep up with)",
+        help="Gbit/s at which the fastest wire runs here (default: the rate that two processor cores sustain)",
     )
     rate.add_argument(
         "--scale",

@@ -298,8 +298,8 @@ class TestErrors:
             (
                 machine(broken={("gpu2", "gpu6")}),
                 ["dgx-1v"],
-                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; look at "
-                "what else uses the GPUs, or leave one out with --gpus",
+                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; "
+                "check for other users of the GPUs, or leave one out with --gpus",
             ),
             (
                 machine(room=500 * MIB),
@@ -334,7 +334,8 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "--repeats", "2"],
-                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' (see topoplan calibrate --help)",
+                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' "
+                "(see topoplan calibrate --help)",
             ),
             (
                 machine(),

@@ -198,7 +198,10 @@ class TestContract:
         assert isinstance(queues, dict)
         assert queues["free"]["ports"][0]["link"] == ["nvswitch0", "gpu0"]
         assert queues["paced"]["ports"] == []
-        assert "must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'" in run("simulate", "dgx-2", "--headroom", "1.2").err
+        assert (
+            "must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'"
+            in run("simulate", "dgx-2", "--headroom", "1.2").err
+        )
 
     def test_compare_says_which_ring(self, run: Run) -> None:
         """GPUs 1, 4, 5, 7 have no NVLink ring: trees 50 GB/s against 5.33 over PCIe, and a note says so."""
