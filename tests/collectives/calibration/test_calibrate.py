@@ -297,8 +297,8 @@ class TestErrors:
             (
                 machine(broken={("gpu2", "gpu6")}),
                 ["dgx-1v"],
-                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; look at "
-                "what else uses the GPUs, or leave one out with --gpus",
+                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; "
+                "check for other users of the GPUs, or leave one out with --gpus",
             ),
             (
                 machine(room=500 * MIB),
@@ -333,7 +333,8 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "--repeats", "2"],
-                "argument --repeats: '2' is no number of repeats from 3 to 1000 (see topoplan calibrate --help)",
+                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' "
+                "(see topoplan calibrate --help)",
             ),
             (
                 machine(),

@@ -198,7 +198,10 @@ class TestContract:
         assert isinstance(queues, dict)
         assert queues["free"]["ports"][0]["link"] == ["nvswitch0", "gpu0"]
         assert queues["paced"]["ports"] == []
-        assert "'1.2' is no part of a link" in run("simulate", "dgx-2", "--headroom", "1.2").err
+        assert (
+            "must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'"
+            in run("simulate", "dgx-2", "--headroom", "1.2").err
+        )
 
     def test_compare_says_which_ring(self, run: Run) -> None:
         """GPUs 1, 4, 5, 7 have no NVLink ring: trees 50 GB/s against 5.33 over PCIe, and a note says so."""
@@ -320,9 +323,9 @@ class TestContract:
     @pytest.mark.parametrize(
         ("look", "message"),
         [
-            (("--dpi", "9"), "'9' is no number of dots per inch such as 300"),
-            (("--plot-size", "6"), "'6' is no size in inches from 1x1 to 200x200, such as 6x4"),
-            (("--plot-size", "0x4"), "'0x4' is no size"),
+            (("--dpi", "9"), "must be a number of dots per inch such as 300, got '9'"),
+            (("--plot-size", "6"), "must be a size in inches from 1x1 to 200x200, such as 6x4, got '6'"),
+            (("--plot-size", "0x4"), "such as 6x4, got '0x4'"),
             (("--font", "Nosuch Sans"), "the font 'Nosuch Sans' is not installed"),
             (("--plot-format", "docx"), "'docx' is not a figure format; use png, svg or pdf"),
         ],

@@ -145,7 +145,7 @@ class TestClusters:
         out = done("show", "dgx-a100", *options, "--network", "fat-tree", "--leaf-size", "4")
         lines = [line for line in out.splitlines() if not line.startswith(("source", "note"))]
         assert max(len(line) for line in lines) <= 120
-        assert "servers: s0 (shown for 16 that are alike, up to s15)" in lines
+        assert "servers: s0 (shown for 16 equivalent servers, up to s15)" in lines
         assert "devices: 128 gpu, 16 nvswitch, 64 pcie, 32 cpu, 128 nic, 5 switch" in lines
         assert figure.stat().st_size > 10_000
 
@@ -217,7 +217,7 @@ REFUSED = [
     (("--servers", "2"), "--servers needs the speed of a NIC; add --nic-gbps"),
     (("--nics", "2"), "--nics belongs to a cluster; add --servers"),
     (("--leaf-size", "2"), "--leaf-size belongs to a cluster"),
-    (("--servers", "0", "--nic-gbps", "1"), "'0' is no whole number of 1 or more"),
+    (("--servers", "0", "--nic-gbps", "1"), "must be a whole number of 1 or more, got '0'"),
     (("--servers", "2", "--nic-gbps", "0"), "'0' is not a bandwidth in Gb/s above zero"),
     (("--servers", "2", "--nic-gbps", "nan"), "'nan' is not a bandwidth in Gb/s above zero"),
     (("--servers", "100000000", "--nic-gbps", "100"), "100,000,000 servers are 2,200,000,000 devices"),
@@ -233,7 +233,7 @@ REFUSED = [
     ((*TWO, "--network", "fat-tree"), "a fat tree needs leaf_size (--leaf-size)"),
     (
         (*TWO, "--network", "fat-tree", "--leaf-size", "1", "--oversubscription", "0.5"),
-        "'0.5' is no number of 1",
+        "must be a number of 1 (no oversubscription) or more, such as 2, got '0.5'",
     ),
     ((*TWO, "--nic-access", "wifi"), "nic_access 'wifi' is unknown"),
     ((*TWO, "--gpus", "0-16"), "GPU 16 is out of range: 2 x dgx-1v has GPUs 0 to 15"),
@@ -247,11 +247,11 @@ REFUSED = [
     (("--without-link=-",), "link -: dgx-1v has no device ''"),
     (("--without-link=gpu0->",), "link gpu0->: dgx-1v has no device ''"),
     (("--slow-link", "gpu0=5"), "'gpu0' names no link; write its two ends"),
-    (("--slow-link", "=5"), "'=5' is no link with its speed"),
+    (("--slow-link", "=5"), "must be a link with its speed, such as gpu1-gpu2=12.5, got '=5'"),
     (("--slow-link", "gpu0-gpu1=nan"), "'nan' is not a bandwidth in GB/s above zero"),
     (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0->gpu1=6"), "gpu0->gpu1 is given two speeds"),
     (("--without-link", "gpu0-gpu5"), "link gpu0-gpu5 does not exist: gpu0 has links with gpu1"),
-    (("--slow-link", "gpu0-gpu1"), "'gpu0-gpu1' is no link with its speed"),
+    (("--slow-link", "gpu0-gpu1"), "must be a link with its speed, such as gpu1-gpu2=12.5, got 'gpu0-gpu1'"),
     (("--slow-link", "gpu0-gpu1=0"), "'0' is not a bandwidth in GB/s above zero"),
     (("--slow-link", "gpu0-gpu1=26"), "gpu0-gpu1 has 25 GB/s, and 26 is not slower"),
     (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0-gpu1=6"), "gives gpu0-gpu1 two speeds, 5 and 6"),

@@ -38,7 +38,7 @@ def test_a_plan_of_512_gpus_prints_one_row(
     assert len(out) < 3000
     assert "512 GPUs (s0-63.gpu0-7)" in out
     rows = [line for line in out.splitlines() if line.startswith("1 of ")]
-    assert [row.split("  ")[0] for row in rows] == ["1 of 512 alike"]
+    assert [row.split("  ")[0] for row in rows] == ["1 of 512 symmetric"]
     assert rows[0].endswith(" … (511 edges)")
     checked = printed(capsys, "verify", str(target))
     assert "512 trees, height 2" in checked

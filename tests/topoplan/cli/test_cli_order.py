@@ -159,7 +159,7 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
         (("dgx-1v", "--preset", "megatron"), "--preset belongs to --mesh"),
         (
             ("dgx-1v", "--mesh", "dp=2,tp=4"),
-            "nothing says how many bytes each moves, which decides where it lies; add --axes with their weights, such "
+            "their placement depends on the bytes that each moves; add --axes with their weights, such "
             "as dp=1,tp=40, or --preset megatron",
         ),
         (("dgx-1v", "--mesh", "dp=2,x=4", "--preset", "megatron"), "not of axis 'x'; rename the axis"),

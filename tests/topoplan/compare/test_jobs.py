@@ -261,7 +261,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
-            (("--jobs", "4,x"), "'4,x' is no list of numbers of GPUs such as 4,2,2"),
+            (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
             (
                 ("--jobs", "4", "--count", "2"),
                 "say how many GPUs the job has with --count 4, or of several jobs",

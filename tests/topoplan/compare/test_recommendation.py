@@ -189,7 +189,7 @@ class TestCommand:
         ("arguments", "told"),
         [
             ((), "say how many GPUs the job has with --count"),
-            (("--count", "0"), "'0' is no number of GPUs"),
+            (("--count", "0"), "must be a number of GPUs"),
             (("--count", "4", "--json", "--csv"), "two forms of one answer"),
             (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
         ],

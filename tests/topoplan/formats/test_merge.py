@@ -202,7 +202,7 @@ def test_the_command_line_merges(
             ["plan", "dgx-1v", "--socket-gbps", "9"],
             "topology JSON states its own bandwidths; leave out --socket-gbps",
         ),
-        (["plan", "-", "--merge", "-"], "stdin is read once; give TOPO, --merge and --overlay a file each"),
+        (["plan", "-", "--merge", "-"], "stdin is read once; give a file to all but one of TOPO, --merge"),
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
         assert main(arguments) == 2

@@ -253,8 +253,8 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == made("v100x4")
     path.unlink()
     for wrong, message in (
-        (("v100x4",), "say where the page goes with -o"),
-        (("v100x4", "-o", str(tmp_path / "no" / "x.html")), "there is no folder"),
+        (("v100x4",), "report needs an output file; give one with -o"),
+        (("v100x4", "-o", str(tmp_path / "no" / "x.html")), "does not exist; make it"),
         (("v100x4", "-o", str(path), "--sizes", "0"), "needs a size above zero bytes"),
         (("v100x4", "-o", str(path), "--gpus", "9"), "GPU 9"),
         (("nosuch", "-o", str(path)), "nosuch"),
