@@ -11,7 +11,7 @@ NCCL has such a pair over the servers in each channel (``src/graph/trees.cc``). 
 `topoplan.schedules.nccl_server_channels`: its first GPU has the server above and the first child below, its second
 GPU the second child, NCCL's balanced tree (``src/graph/connect.cc``). On one server a channel is a chain, at most 16
 of them. A server sends 1 byte over its NICs for each byte of the buffer with two servers, 3/2 with three, 2 with
-more. An NVLS tree has a star in place of the chain, over a switch that copies and adds.
+more. An NVLS tree has a star instead of the chain, over a switch that copies and adds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def double_binary_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The double binary tree schedule of a collective.
+    """Return the double binary tree schedule of a collective.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def double_binary_tree(
 
 
 def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
-    """Two binary trees over the same ranks such that no rank is an inner node of both.
+    """Return two binary trees over the same ranks such that no rank is an inner node of both.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
 
 
 def rooted_trees(size: int, root: int) -> tuple[Parents, Parents]:
-    """Two trees over ranks 0 to ``size - 1`` from one root: `two_trees` over the others, hung below it."""
+    """Return two trees over ranks 0 to ``size - 1`` from one root: `two_trees` over the other ranks, below it."""
     others = [(root + i) % size for i in range(1, size)]
     first, second = two_trees(others)
     tops = [next(rank for rank in others if rank not in tree) for tree in (first, second)]
@@ -133,7 +133,7 @@ def rooted_trees(size: int, root: int) -> tuple[Parents, Parents]:
 
 
 def in_order_tree(count: int) -> Parents:
-    """The binary tree whose in-order numbering is 0 to ``count - 1``, with leaves at even numbers.
+    """Return the binary tree whose in-order numbering is 0 to ``count - 1``, with leaves at even numbers.
 
     Its height is floor(log2(count)).
 
@@ -171,7 +171,7 @@ def _stage(op: str, tree: Parents, fabric: Fabric) -> Stage:
 
 
 TREE, NVLS, NVLS_TREE = "nccl tree", "nvls", "nvls tree"
-"""What their plans say of the schedule."""
+"""Schedule and method of the plans."""
 
 
 def nccl_tree(
@@ -182,26 +182,7 @@ def nccl_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """NCCL's tree of an allreduce, the only collective that it has it for.
-
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-        allreduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : None
-        An allreduce has none.
-    channels : str
-        As for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The channels do not connect the allocation.
+    """Return NCCL's tree of an allreduce, its only collective with a tree.
 
     Examples
     --------
@@ -229,17 +210,12 @@ def nvls(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """NVLS on one server: every GPU has a part of the buffer, which the switch adds for it and copies to all.
+    """Return NVLS on one server: the switch adds a part of the buffer for every GPU and copies it to all.
 
-    Parameters are those of `nccl_tree`, and allgather and reduce_scatter are done too. What a GPU reads back of its own
-    contribution is left out, as in every plan: N / (N + 1) of the rate is what loads and stores through the switch do.
+    Allgather and reduce-scatter are supported too. A GPU does not read back its own contribution, as in every plan;
+    with loads and stores through the switch it does, at N / (N + 1) of the rate. InfeasibleError if the GPUs are on
+    several servers, or if no switch that copies and adds joins them.
 
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The GPUs are on several servers, or no switch that copies and adds joins them.
 
     Examples
     --------
@@ -283,14 +259,9 @@ def nvls_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """NVLS inside servers and a double binary tree between them; parameters are those of `nccl_tree`.
+    """Return NVLS inside servers with a double binary tree between them.
 
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The GPUs are on one server, or those of some server are not joined by a switch that copies and adds.
+    InfeasibleError if the GPUs are on one server, or if no switch that copies and adds joins those of a server.
 
     Examples
     --------
@@ -311,11 +282,11 @@ def nvls_tree(
 
 
 Above = dict[int, tuple[int, bool]]
-"""Of every server but the root the server above, and whether it is the second child there."""
+"""For every server but the root the server above, and whether it is the second child there."""
 
 
 def server_trees(count: int) -> tuple[Above, Above]:
-    """Both of NCCL's binary trees over so many servers.
+    """Return NCCL's two binary trees over servers.
 
     Examples
     --------
@@ -361,14 +332,14 @@ def _built(fabric: Fabric, collective: str, shards: Sequence[Shard], name: str) 
 
 
 def _chains(laid: ServerChannels) -> Iterator[Shard]:
-    """The chains of one server, as many as make them fastest: the fewest of those."""
+    """Yield the chains of one server: the fewest that reach the highest rate."""
     machine, paths = laid.parts[0]
     try:
         found = plan_orders(ring(machine))
     except InfeasibleError:
         found = None
     known = list(found.shares) if found else [machine.gpus]
-    # Where every order has a hop without a way of NCCL's, the GPUs follow one another by number, and hops are relayed.
+    # If every order has a hop without a path of NCCL's, the GPUs follow one another by number, and hops are relayed.
     chosen = chain_choice(machine, paths, known, MOST_CHANNELS)
     rates = [chain_rate(paths, Counter(chosen[:count])) for count in range(1, len(chosen) + 1)]
     counts = Counter(chosen[: rates.index(max(rates)) + 1] if rates else (machine.gpus,))
@@ -387,7 +358,7 @@ def _chains(laid: ServerChannels) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A server in a channel: the rank that hangs below the server above, that of the second child, and the edges."""
+    """A server in a channel: its ranks below the server above and above the second child, and its edges."""
 
     first: int
     second: int
@@ -396,7 +367,7 @@ class _Inside:
 
 
 def _trees(laid: ServerChannels, planes: Sequence[Sequence[str]] = ()) -> Iterator[Shard]:
-    """Both trees of every channel; with planes of switches, stars over them in place of chains."""
+    """Yield both trees of every channel; with planes of switches, stars over them replace the chains."""
     share = Fraction(1, 2 * laid.count)
     chains = [] if planes else [_server_chains(laid, server) for server in range(len(laid.members))]
     for channel in range(laid.count):
@@ -427,7 +398,7 @@ def _edges(
     share: Fraction,
     channel: int,
 ) -> Iterator[Edge]:
-    """Edges of a tree: of every server that to the server above, then its own."""
+    """Yield edges of a tree: for every server that to the server above, then its own."""
     for server, one in enumerate(inside):
         if server in tree:
             above, last = tree[server]
@@ -439,7 +410,7 @@ def _edges(
 
 
 def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:
-    """For every channel the ranks of a server, in the order of its chain."""
+    """Return for every channel the ranks of a server, in the order of its chain."""
     starts = [laid.start(server, channel) for channel in range(laid.count)]
     if server not in laid.parts:
         return [(start,) for start in starts]
@@ -451,7 +422,7 @@ def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:
 
 
 def _planes(laid: ServerChannels, server: int) -> tuple[str, ...]:
-    """Switches that copy and add and have a link from and to every rank of a server."""
+    """Return the switches that copy and add and have a link from and to every rank of a server."""
     fabric, ranks = laid.servers.fabric, laid.members[server]
     index = fabric.link_index
     found = tuple(

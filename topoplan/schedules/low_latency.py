@@ -1,14 +1,14 @@
-"""Plan the schedules with the fewest start-ups: one hop, the lowest tree, one-shot; for small messages.
+"""Plan the schedules with the lowest latency, for small messages: one hop, the lowest tree, one-shot.
 
 - One hop: one star for each rank with 1/N of the buffer (allreduce, allgather, reduce-scatter), or the root's star.
-  Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). Two ranks
-  with no route but through a third have no such schedule.
+  Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). It needs a
+  route without a third rank between any two.
 - Lowest tree: the buffer in one piece along a breadth-first tree of shortest paths; an allreduce takes the root with
-  the shortest way up and down, then the highest rate; a rank hangs below the parent with the least full link.
-- One-shot: every rank sends all it has to all others, and each adds everything up in the order of the senders, so
-  all have the same bits. An exchange is a gather from every rank (`topoplan.plans.shards.Stage`). Between servers it
-  is the middle of three phases: servers add up inside, the owners of a part exchange sums, and each hands the total
-  out inside.
+  the shortest way up and down, then the highest rate; a rank's parent is the one with the least full link.
+- One-shot: every rank sends its whole buffer to all others, and each adds everything up in the order of the senders,
+  so all have the same bits. An exchange is a gather from every rank (`topoplan.plans.shards.Stage`). Between servers it
+  is the middle of three phases: servers add up inside, the owners of a part exchange sums, and each broadcasts the
+  total inside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lowest_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The schedule of a collective with the fewest edges one after another, in one piece for each owner.
+    """Return the schedule of a collective with the fewest sequential edges, in one piece for each owner.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def lowest_tree(
     Raises
     ------
     UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+        Unknown collective, GPU out of range, a root outside the allocation, or a root for a collective without one.
     InfeasibleError
         The channels do not connect the allocation.
 
@@ -93,8 +93,7 @@ def lowest_tree(
 
 
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
-    """The whole buffer over the trees of the best root: lowest, then fastest, then first."""
-
+    """Return the whole buffer over the trees of the best root: lowest, then fastest, then first."""
     steps = _steps(fabric, collective)
 
     def depth(root: int) -> int:
@@ -129,7 +128,7 @@ def _shard(fabric: Fabric, steps: Steps, root: int, routes: LeastLoaded, share: 
 
 
 def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, share: Fraction) -> Stage:
-    """A tree of shortest paths; ranks with the fewest possible parents choose first."""
+    """Return a tree of shortest paths; ranks with the fewest possible parents choose first."""
     depth = _depths(onward, root)
     level: dict[int, list[int]] = {}
     for parent, children in enumerate(onward):
@@ -143,7 +142,7 @@ def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, sha
 
 
 def _depths(onward: list[list[int]], root: int) -> list[int]:
-    """Fewest edges between the root and every rank, in the direction of the data."""
+    """Return the fewest edges between the root and every rank, in the direction of the data."""
     depth = {root: 0}
     frontier = [root]
     for rank in frontier:
@@ -162,7 +161,7 @@ def one_hop(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The one-hop schedule of a collective.
+    """Return the one-hop schedule of a collective.
 
     Parameters
     ----------
@@ -179,7 +178,7 @@ def one_hop(
     Raises
     ------
     UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+        Unknown collective, GPU out of range, a root outside the allocation, or a root for a collective without one.
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
@@ -235,9 +234,7 @@ def mesh(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """One hop under the name that it has where servers of gradients are the workers themselves, with its connections.
-
-    Every rank owns a part, which all others send to it and get back from it: HiPS's mesh. Arguments as `one_hop`.
+    """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves.
 
     Examples
     --------
@@ -253,15 +250,10 @@ def mesh(
 
 
 def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:
-    """The all-to-all of libraries that send every block at once to its rank.
+    """Return the all-to-all of libraries that send every block directly to its rank.
 
-    Over NVLink, or where that does not join all pairs over PCIe, since a plan runs over one of them; None where neither
-    does.
-
-    Parameters
-    ----------
-    topology, gpus
-        As for `one_hop`.
+    It runs over NVLink, or over PCIe if NVLink does not join all pairs, since a plan runs over one of them; None if
+    neither does.
 
     Examples
     --------
@@ -280,7 +272,7 @@ def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -
 
 
 def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
-    """What a rank gets in an all-to-all: each block at once from the rank that has it."""
+    """Return the shards of a rank in an all-to-all: each block directly from its source."""
     share = Fraction(1, fabric.size)
     shards = []
     for source in range(fabric.size):
@@ -296,7 +288,7 @@ def _check_joined(routes: LeastLoaded, tail: int, head: int, fabric: Fabric) -> 
     if not routes.joined(tail, head):
         raise InfeasibleError(
             f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
-            "there is no one-hop schedule, so plan trees instead"
+            "a one-hop schedule needs direct routes, so plan trees instead"
         )
 
 
@@ -312,7 +304,7 @@ def one_shot(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The allreduce in which every rank sends all it has to all others, over the lowest tree of each.
+    """Return the allreduce in which every rank sends its buffer to all others, over the lowest tree of each.
 
     Parameters
     ----------
@@ -335,7 +327,7 @@ def one_shot(
 
     Examples
     --------
-    A DGX-2 adds up in one hop what fits through its ports fifteen times:
+    A DGX-2 adds up in one hop, with fifteen times the traffic through its ports:
 
     >>> import topoplan
     >>> plan = one_shot(topoplan.load("dgx-2"))
@@ -362,16 +354,7 @@ def one_shot_servers(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The allreduce in three phases, of which the one between servers is one-shot.
-
-    Parameters are those of `one_shot`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, a root, a GPU out of range, or all GPUs on one server.
-    InfeasibleError
-        Servers of one GPU each, GPUs of a server that are not connected inside it, or servers not in one hop.
+    """Return the allreduce in three phases, with a one-shot exchange between servers.
 
     Examples
     --------
@@ -390,7 +373,7 @@ def one_shot_servers(
 
 
 def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
-    """The exchange that goes along the trees of an allgather: what was one rank's block is all that it has.
+    """Return the exchange along the trees of an allgather, with a rank's whole buffer in place of its block.
 
     Each owner divides its block between trees in its own way; a shard here is a part that none of them divides.
 
@@ -420,7 +403,7 @@ def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
 
 
 def one_shot_along(gathered: Plan) -> Plan:
-    """The one-shot allreduce along the trees of an allgather on the same machine."""
+    """Return the one-shot allreduce along the trees of an allgather on the same machine."""
     return _plan(Fabric(gathered.topology, gathered.channels), exchange_of(gathered), ONE_SHOT)
 
 

@@ -86,7 +86,7 @@ def test_a_ring_of_eight_servers(points: int, load: float, moved: float) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"servers": ["gpu9"]}, "server 'gpu9' is no rank or helper here"),
+        ({"servers": ["gpu9"]}, "server 'gpu9' is not a rank or helper here"),
         ({"servers": ["gpu0", "gpu0"]}, "or stands twice"),
         ({"placement": "random"}, "placement 'random' is unknown"),
         ({"collective": "broadcast"}, "as an allreduce does, not broadcast"),
