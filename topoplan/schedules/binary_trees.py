@@ -26,7 +26,7 @@ from itertools import pairwise
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, Order, chain_rate
@@ -34,7 +34,7 @@ from topoplan.schedules.nccl_search import chain_choice, chains_from, plan_order
 from topoplan.schedules.nccl_server_channels import ServerChannels
 from topoplan.schedules.ring import ring
 from topoplan.schedules.ring_forest import shortest_route
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 
 Parents = dict[int, int]
 """Parent of every rank but the root."""
@@ -91,19 +91,12 @@ def double_binary_tree(
     trees = two_trees(range(fabric.size)) if rank is None else rooted_trees(fabric.size, rank)
     direct = {(arc.tail, arc.head) for arc in fabric.arcs}
     relayed = sum((parent, child) not in direct for tree in trees for child, parent in tree.items())
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=[
-            Shard(Fraction(1, 2), tuple(_stage(op, tree, fabric) for op in stage_order(collective)))
-            for tree in trees
-        ],
-        certificate=best_bound(fabric, collective, rank),
-        schedule="double binary tree",
-        method="double binary tree",
-        notes=(f"{relayed} tree edges have no direct route and are relayed",) if relayed else (),
-    )
+    shards = [
+        Shard(Fraction(1, 2), tuple(_stage(op, tree, fabric) for op in stage_order(collective)))
+        for tree in trees
+    ]
+    notes = (f"{relayed} tree edges have no direct route and are relayed",) if relayed else ()
+    made = bounded_plan(fabric, collective, shards, "double binary tree", root=rank, notes=notes)
     return made.timed(time.perf_counter() - started)
 
 
@@ -199,7 +192,7 @@ def nccl_tree(
         return trivial_plan(fabric, asked.collective, root=None, method=TREE)
     laid = ServerChannels(fabric)
     shards = tuple(_trees(laid)) if laid.count else tuple(_chains(laid))
-    return _built(fabric, asked.collective, shards, TREE).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, shards, TREE).timed(time.perf_counter() - started)
 
 
 def nvls(
@@ -248,7 +241,7 @@ def nvls(
         for owner in range(fabric.size)
         for plane in planes
     )
-    return _built(fabric, asked.collective, shards, NVLS).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, shards, NVLS).timed(time.perf_counter() - started)
 
 
 def nvls_tree(
@@ -278,7 +271,7 @@ def nvls_tree(
     if not laid.count:
         raise InfeasibleError("an NVLS tree joins servers, and these GPUs are on one; use nvls")
     shards = tuple(_trees(laid, [_planes(laid, server) for server in range(len(laid.members))]))
-    return _built(fabric, asked.collective, shards, NVLS_TREE).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, shards, NVLS_TREE).timed(time.perf_counter() - started)
 
 
 Above = dict[int, tuple[int, bool]]
@@ -317,18 +310,6 @@ def _asked(
     if asked.collective not in known:
         raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
     return asked, asked.connected(channels)
-
-
-def _built(fabric: Fabric, collective: str, shards: Sequence[Shard], name: str) -> Plan:
-    return build_plan(
-        fabric,
-        collective,
-        root=None,
-        shards=shards,
-        certificate=best_bound(fabric, collective, None),
-        schedule=name,
-        method=name,
-    )
 
 
 def _chains(laid: ServerChannels) -> Iterator[Shard]:

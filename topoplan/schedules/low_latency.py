@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -22,13 +22,13 @@ from itertools import accumulate, pairwise
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.schedules.sparse_plan import exchanging_servers
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 
 
 def lowest_tree(
@@ -80,15 +80,8 @@ def lowest_tree(
         shards = [_shard(fabric, steps, owner, routes, share) for owner in range(fabric.size)]
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=shards,
-        certificate=best_bound(fabric, collective, rank),
-        schedule="lowest tree" if len(shards) == 1 else "lowest trees",
-        method="lowest tree",
-    )
+    name = "lowest tree" if len(shards) == 1 else "lowest trees"
+    made = bounded_plan(fabric, collective, shards, name, root=rank, method="lowest tree")
     return made.timed(time.perf_counter() - started)
 
 
@@ -214,16 +207,7 @@ def one_hop(
             edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
             stages.append(Stage(op, centre, edges))
         shards.append(Shard(share, tuple(stages)))
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=shards,
-        certificate=best_bound(fabric, collective, rank),
-        schedule="one-hop",
-        method="one-hop",
-    )
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, "one-hop", root=rank).timed(time.perf_counter() - started)
 
 
 def mesh(
@@ -343,7 +327,8 @@ def one_shot(
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=ONE_SHOT)
     gathered = lowest_tree(topology, "allgather", gpus=gpus, channels="+".join(fabric.channels))
-    return _plan(fabric, exchange_of(gathered), ONE_SHOT).timed(time.perf_counter() - started)
+    made = bounded_plan(fabric, asked.collective, exchange_of(gathered), ONE_SHOT)
+    return made.timed(time.perf_counter() - started)
 
 
 def one_shot_servers(
@@ -369,7 +354,8 @@ def one_shot_servers(
     _check(asked.collective)
     fabric = asked.connected(channels)
     shards = exchanging_servers(fabric, None)
-    return _plan(fabric, shards, ONE_SHOT_SERVERS).timed(time.perf_counter() - started)
+    made = bounded_plan(fabric, asked.collective, shards, ONE_SHOT_SERVERS)
+    return made.timed(time.perf_counter() - started)
 
 
 def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
@@ -404,21 +390,10 @@ def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
 
 def one_shot_along(gathered: Plan) -> Plan:
     """Return the one-shot allreduce along the trees of an allgather on the same machine."""
-    return _plan(Fabric(gathered.topology, gathered.channels), exchange_of(gathered), ONE_SHOT)
+    fabric = Fabric(gathered.topology, gathered.channels)
+    return bounded_plan(fabric, "allreduce", exchange_of(gathered), ONE_SHOT)
 
 
 def _check(collective: str) -> None:
     if collective != "allreduce":
         raise UsageError(f"one-shot is an allreduce, not {collective}; choose another schedule")
-
-
-def _plan(fabric: Fabric, shards: Iterable[Shard], schedule: str) -> Plan:
-    return build_plan(
-        fabric,
-        "allreduce",
-        root=None,
-        shards=tuple(shards),
-        certificate=best_bound(fabric, "allreduce", None),
-        schedule=schedule,
-        method=schedule,
-    )

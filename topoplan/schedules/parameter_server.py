@@ -26,11 +26,11 @@ from hashlib import blake2b
 
 from topoplan.errors import UsageError
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.solve.packing.inner_vertices import with_inner_vertices
 
 MOST_POINTS = 1 << 16
@@ -186,16 +186,7 @@ def parameter_server(
             for op, ends in zip(stage_order(collective), (others, others + copies), strict=True)
         )
         shards.append(Shard(share, stages))
-    made = build_plan(
-        fabric,
-        collective,
-        root=None,
-        shards=shards,
-        certificate=best_bound(fabric, collective, None),
-        schedule=NAME,
-        method=NAME,
-    )
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, NAME).timed(time.perf_counter() - started)
 
 
 def _parts(

@@ -25,14 +25,14 @@ from math import lcm
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import ROOTED, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.cuts_and_partitions import best_bound, whole_capacities
+from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
 USER_TREES = "own trees"
@@ -160,16 +160,7 @@ def plan_from_trees(
     ]
     if asked.collective in ("allgather", "reduce_scatter"):
         shards.sort(key=lambda shard: shard.stages[0].root)
-    made = build_plan(
-        fabric,
-        asked.collective,
-        root=asked.root,
-        shards=shards,
-        certificate=best_bound(fabric, asked.collective, asked.root),
-        schedule=USER_TREES,
-        method=USER_TREES,
-        notes=notes,
-    )
+    made = bounded_plan(fabric, asked.collective, shards, USER_TREES, root=asked.root, notes=notes)
     verify(made)
     return made.timed(time.perf_counter() - started)
 

@@ -33,7 +33,10 @@ import numpy as np
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard
 from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
 from topoplan.solve.symmetry.nested_blocks import nested_blocks
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
@@ -81,6 +84,29 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
     candidates += _server_lengths(fabric)
     return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def bounded_plan(
+    fabric: Fabric,
+    collective: str,
+    shards: Sequence[Shard],
+    schedule: str,
+    *,
+    root: int | None = None,
+    method: str = "",
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Return the plan of a forest under its `best_bound`; the method is named after the schedule by default."""
+    return build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=shards,
+        certificate=best_bound(fabric, collective, root),
+        schedule=schedule,
+        method=method or schedule,
+        notes=notes,
+    )
 
 
 def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:

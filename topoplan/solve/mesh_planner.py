@@ -20,7 +20,7 @@ from math import lcm, prod
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan
+from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Lengths
 from topoplan.plans.mesh_plans import (
     MeshGroup,
@@ -31,7 +31,7 @@ from topoplan.plans.mesh_plans import (
     joint_rate,
 )
 from topoplan.plans.plan import Plan
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.exact import at_lowest_height
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn
@@ -257,8 +257,8 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     The result is the weights at rate 1 and the certificate. It is None if no certificate is found, with a root, with
     helpers, on switches that copy or add, and if two ranks of a group have no route.
 
-    Among routes of equal length every group takes those that the groups before it have filled least: its own rail, if it
-    has one. The certificate is length 1 on the full links between two kinds of devices (a server's NICs and the
+    Among routes of equal length every group takes those that the groups before it have filled least: its own rail, if
+    it has one. The certificate is length 1 on the full links between two kinds of devices (a server's NICs and the
     network, say): the other links on the way may be full too, without being all that lead to the NICs.
     """
     if (
@@ -360,14 +360,8 @@ def _plan_of(packing: MeshPacking, number: int, found: Mapping[TreeColumn, Fract
         for column, weight in found.items()
         if isinstance(column, MeshColumn) and column.group == number
     }
-    return build_plan(
-        group.fabric,
-        group.collective,
-        root=group.root,
-        shards=group.shards(own),
-        certificate=best_bound(group.fabric, group.collective, group.root),
-        schedule="trees",
-        method="mesh",
+    return bounded_plan(
+        group.fabric, group.collective, group.shards(own), "trees", root=group.root, method="mesh"
     )
 
 

@@ -31,11 +31,11 @@ from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
-from topoplan.solve.cuts_and_partitions import best_bound, quick_bound
+from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, quick_bound
 from topoplan.solve.maximum_flow import equivalent_ranks
 from topoplan.solve.packing.all_to_all import Matrix, check_demand, plan_all_to_all
 from topoplan.solve.packing.composition import THREE_PHASE, composed_optimum, plan_three_phase
-from topoplan.solve.packing.exact import ORDERS, pack_exact, pack_low
+from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
 from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
 from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
 from topoplan.solve.packing.multiplicative_weights import pack_mwu
@@ -52,7 +52,8 @@ MOST_RANK_CLASSES = 32
 def floored_by_kind(fabric: Fabric) -> Fabric | None:
     """Return the fabric with each link at the slowest bandwidth of its kind; None if that gains nothing.
 
-    Links lose their latencies. The floor gains nothing up to `MOST_RANK_CLASSES` classes of equivalent ranks, nor if the kinds leave more of them.
+    Links lose their latencies. The floor gains nothing up to `MOST_RANK_CLASSES` classes of equivalent ranks, nor if
+    the kinds leave more of them.
 
     Examples
     --------
@@ -286,10 +287,14 @@ def lower_trees(
         time_limit=deadline,
         progress=progress,
     )
+    return _packed_plan(fabric, made.collective, made.root, packed)
+
+
+def _packed_plan(fabric: Fabric, collective: str, root: int | None, packed: ExactPacking) -> Plan:
     return build_plan(
         fabric,
-        made.collective,
-        root=made.root,
+        collective,
+        root=root,
         shards=packed.shards,
         certificate=packed.certificate,
         schedule="trees",
@@ -330,13 +335,12 @@ def _stated_order(method: str, order: str) -> str:
 
 def _recertified(made: Plan, fabric: Fabric) -> Plan:
     """Return the same forest under the bound in which helpers, or switches, copy and add too."""
-    return build_plan(
+    return bounded_plan(
         fabric,
         made.collective,
+        made.shards,
+        made.schedule,
         root=made.root,
-        shards=made.shards,
-        certificate=best_bound(fabric, made.collective, made.root),
-        schedule=made.schedule,
         method=made.method,
         notes=made.notes,
     )
@@ -395,16 +399,7 @@ def _plan_exact(
         if composed is not None:
             return replace(composed, method="exact")
     packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
-    made = build_plan(
-        fabric,
-        collective,
-        root=root,
-        shards=packed.shards,
-        certificate=packed.certificate,
-        schedule="trees",
-        method="exact",
-        notes=packed.notes,
-    )
+    made = _packed_plan(fabric, collective, root, packed)
     if inner and made.gap > 0 and not deadline.cut:
         made = plan_over_inner_vertices(
             fabric, collective, root=root, known=made, deadline=deadline, progress=progress
