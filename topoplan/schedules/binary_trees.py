@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 
 from topoplan.errors import InfeasibleError, UsageError
@@ -52,22 +53,17 @@ def double_binary_tree(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast or reduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
     channels : str
         auto, nvlink or pcie, as for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Another collective, GPU out of range, a root outside the allocation, or a root for allreduce.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`; another collective.
 
     Examples
     --------
@@ -85,9 +81,8 @@ def double_binary_tree(
         )
     fabric = asked.connected(channels)
     if fabric.size == 1:
-        return trivial_plan(fabric, collective, root=rank, method="double binary tree").timed(
-            time.perf_counter() - started
-        )
+        made = trivial_plan(fabric, collective, root=rank, method="double binary tree")
+        return made.timed(time.perf_counter() - started)
     trees = two_trees(range(fabric.size)) if rank is None else rooted_trees(fabric.size, rank)
     direct = {(arc.tail, arc.head) for arc in fabric.arcs}
     relayed = sum((parent, child) not in direct for tree in trees for child, parent in tree.items())
@@ -167,7 +162,8 @@ TREE, NVLS, NVLS_TREE = "nccl tree", "nvls", "nvls tree"
 """Schedule and method of the plans."""
 
 
-def nccl_tree(
+def _nccl_plan(
+    kind: str,
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
@@ -175,7 +171,11 @@ def nccl_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return NCCL's tree of an allreduce, its only collective with a tree.
+    """Return a plan of NCCL's trees or NVLS, without what a GPU reads back of its own contribution.
+
+    With loads and stores through the switch NVLS does read that back, at N / (N + 1) of the rate. InfeasibleError if
+    the GPUs are on several servers (`nvls`) or on one (`nvls_tree`), or if no switch that copies and adds joins those
+    of a server.
 
     Examples
     --------
@@ -185,93 +185,67 @@ def nccl_tree(
     >>> plan = nccl_tree(topoplan.nvswitch_cluster(3, gpus=4, nvlink=900, nic=50))
     >>> round(plan.rate, 3), plan.trees
     (133.333, 8)
-    """
-    started = time.perf_counter()
-    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "NCCL's tree")
-    if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=TREE)
-    laid = ServerChannels(fabric)
-    shards = tuple(_trees(laid)) if laid.count else tuple(_chains(laid))
-    return bounded_plan(fabric, asked.collective, shards, TREE).timed(time.perf_counter() - started)
-
-
-def nvls(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """Return NVLS on one server: the switch adds a part of the buffer for every GPU and copies it to all.
-
-    Allgather and reduce-scatter are supported too. A GPU does not read back its own contribution, as in every plan;
-    with loads and stores through the switch it does, at N / (N + 1) of the rate. InfeasibleError if the GPUs are on
-    several servers, or if no switch that copies and adds joins them.
-
-
-    Examples
-    --------
-    >>> from dataclasses import replace
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-h100")
-    >>> able = [replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one for one in box.devices]
-    >>> nvls(replace(box, devices=tuple(able))).rate
+    >>> from topoplan.machine.variants import with_in_network
+    >>> nvls(with_in_network("dgx-h100", "nvswitch")).rate
     450.0
-    """
-    started = time.perf_counter()
-    known = ("allreduce", "allgather", "reduce_scatter")
-    asked, fabric = _asked(topology, collective, gpus, root, channels, known, "NVLS")
-    if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=NVLS)
-    laid = ServerChannels(fabric)
-    if laid.count:
-        raise InfeasibleError(
-            f"NVLS joins the GPUs of one server, and these are on {len(laid.members)}; use nvls-tree"
-        )
-    planes = _planes(laid, 0)
-    shards = tuple(
-        Shard(
-            Fraction(1, fabric.size * len(planes)),
-            tuple(
-                Stage(op, owner, tuple(_star(laid, op, owner, range(fabric.size), plane)))
-                for op in stage_order(asked.collective)
-            ),
-        )
-        for owner in range(fabric.size)
-        for plane in planes
-    )
-    return bounded_plan(fabric, asked.collective, shards, NVLS).timed(time.perf_counter() - started)
-
-
-def nvls_tree(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """Return NVLS inside servers with a double binary tree between them.
-
-    InfeasibleError if the GPUs are on one server, or if no switch that copies and adds joins those of a server.
-
-    Examples
-    --------
-    >>> import topoplan
     >>> nvls_tree(topoplan.nvswitch_cluster(2))
     Traceback (most recent call last):
     topoplan.errors.InfeasibleError: no switch that copies and adds joins the GPUs of s0; use nccl-tree
     """
     started = time.perf_counter()
-    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "an NVLS tree")
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    what, known, shards_of = _NCCL_KINDS[kind]
+    if asked.collective not in known:
+        raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
+    fabric = asked.connected(channels)
     if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=NVLS_TREE)
-    laid = ServerChannels(fabric)
+        return trivial_plan(fabric, asked.collective, root=None, method=kind)
+    shards = tuple(shards_of(ServerChannels(fabric), asked.collective))
+    return bounded_plan(fabric, asked.collective, shards, kind).timed(time.perf_counter() - started)
+
+
+nccl_tree = partial(_nccl_plan, TREE)
+"""NCCL's tree of an allreduce, its only collective with a tree."""
+
+nvls = partial(_nccl_plan, NVLS)
+"""NVLS on one server: the switch adds a part of the buffer for every GPU and copies it to all."""
+
+nvls_tree = partial(_nccl_plan, NVLS_TREE)
+"""NVLS inside servers with a double binary tree between them."""
+
+
+def _tree_shards(laid: ServerChannels, _: str) -> Iterator[Shard]:
+    return _trees(laid) if laid.count else _chains(laid)
+
+
+def _nvls_shards(laid: ServerChannels, collective: str) -> Iterator[Shard]:
+    if laid.count:
+        raise InfeasibleError(
+            f"NVLS joins the GPUs of one server, and these are on {len(laid.members)}; use nvls-tree"
+        )
+    planes, ranks = _planes(laid, 0), laid.members[0]
+    for owner in ranks:
+        for plane in planes:
+            stages = (
+                Stage(
+                    op, owner, tuple(laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)
+                )
+                for op in stage_order(collective)
+            )
+            yield Shard(Fraction(1, len(ranks) * len(planes)), tuple(stages))
+
+
+def _nvls_tree_shards(laid: ServerChannels, _: str) -> Iterator[Shard]:
     if not laid.count:
         raise InfeasibleError("an NVLS tree joins servers, and these GPUs are on one; use nvls")
-    shards = tuple(_trees(laid, [_planes(laid, server) for server in range(len(laid.members))]))
-    return bounded_plan(fabric, asked.collective, shards, NVLS_TREE).timed(time.perf_counter() - started)
+    return _trees(laid, [_planes(laid, server) for server in range(len(laid.members))])
+
+
+_NCCL_KINDS: dict[str, tuple[str, tuple[str, ...], Callable[[ServerChannels, str], Iterator[Shard]]]] = {
+    TREE: ("NCCL's tree", ("allreduce",), _tree_shards),
+    NVLS: ("NVLS", ("allreduce", "allgather", "reduce_scatter"), _nvls_shards),
+    NVLS_TREE: ("an NVLS tree", ("allreduce",), _nvls_tree_shards),
+}
 
 
 Above = dict[int, tuple[int, bool]]
@@ -295,21 +269,6 @@ def server_trees(count: int) -> tuple[Above, Above]:
     else:
         second = {count - 1 - child: (count - 1 - up, last) for child, (up, last) in first.items()}
     return first, second
-
-
-def _asked(
-    topology: TopologyLike,
-    collective: str,
-    gpus: Sequence[int] | None,
-    root: int | None,
-    channels: str,
-    known: Sequence[str],
-    what: str,
-) -> tuple[Allocation, Fabric]:
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
-    if asked.collective not in known:
-        raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
-    return asked, asked.connected(channels)
 
 
 def _chains(laid: ServerChannels) -> Iterator[Shard]:
@@ -419,7 +378,3 @@ def _planes(laid: ServerChannels, server: int) -> tuple[str, ...]:
             f"no switch that copies and adds joins the GPUs{f' of {where}' if where else ''}; use nccl-tree"
         )
     return found
-
-
-def _star(laid: ServerChannels, op: str, owner: int, ranks: Sequence[int], plane: str) -> Iterator[Edge]:
-    return (laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)

@@ -43,22 +43,15 @@ def lowest_tree(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or a root for a collective without one.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`.
 
     Examples
     --------
@@ -88,11 +81,7 @@ def lowest_tree(
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
     """Return the whole buffer over the trees of the best root: lowest, then fastest, then first."""
     steps = _steps(fabric, collective)
-
-    def depth(root: int) -> int:
-        return sum(max(_depths(onward, root)) for onward in steps.values())
-
-    depths = {root: depth(root) for root in roots}
+    depths = {root: sum(max(_depths(onward, root)) for onward in steps.values()) for root in roots}
     lowest = min(depths.values())
     routes = LeastLoaded(fabric)
     shards = [
@@ -158,20 +147,15 @@ def one_hop(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
     UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or a root for a collective without one.
+        As `topoplan.plan`.
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
@@ -292,22 +276,17 @@ def one_shot(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
     root : None
         An allreduce has none.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Another collective, a root, or a GPU out of range.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`; another collective.
 
     Examples
     --------

@@ -219,7 +219,11 @@ def plan_orders(plan: Plan) -> PlanOrders | None:
         paths = [_path(stage, len(plan.ranks)) for stage in shard.stages]
         if None in paths or not 1 <= len(paths) <= 2:
             return None
-        around = [_along_data(stage, path) for stage, path in zip(shard.stages, paths, strict=True) if path]
+        around = [
+            path if stage.op == "broadcast" else (path[0], *path[:0:-1])
+            for stage, path in zip(shard.stages, paths, strict=True)
+            if path
+        ]
         if around[0] == around[-1]:
             start = around[0].index(min(around[0]))
             ring = around[0][start:] + around[0][:start]
@@ -242,11 +246,6 @@ def _path(stage: Stage, size: int) -> Path | None:
     while path[-1] in child and len(path) <= size:
         path.append(child[path[-1]])
     return tuple(path) if len(path) == size else None
-
-
-def _along_data(stage: Stage, path: Path) -> Path:
-    """Return the ring from the root on in the direction of the data, which in a reduce is against the path."""
-    return path if stage.op == "broadcast" else (path[0], *path[:0:-1])
 
 
 def ring_sets(machine: Topology, paths: NcclPaths, most: int) -> list[ChannelOrders]:

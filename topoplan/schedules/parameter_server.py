@@ -48,14 +48,13 @@ class HashRing:
 
     Servers have different names; points are from 1 to `MOST_POINTS`. UsageError otherwise.
 
-
     Examples
     --------
     >>> ring = HashRing(("a", "b", "c"))
     >>> ring.holders("weight", replicas=1)
     ('a', 'c')
-    >>> ring.leave("a").owner("weight")
-    'c'
+    >>> HashRing(("b", "c")).holders("weight")
+    ('c',)
     """
 
     servers: tuple[str, ...]
@@ -82,10 +81,6 @@ class HashRing:
         )
         return [where for where, _ in placed], [server for _, server in placed]
 
-    def owner(self, key: str) -> str:
-        """Return the server that owns a key."""
-        return self.holders(key)[0]
-
     def holders(self, key: str, *, replicas: int = 0) -> tuple[str, ...]:
         """Return the owner of a key, then the servers of its replicas in the order in which they would own it."""
         check_replicas(replicas, len(self.servers))
@@ -96,16 +91,6 @@ class HashRing:
             found[servers[place % len(servers)]] = None
             place += 1
         return tuple(found)
-
-    def join(self, server: str) -> HashRing:
-        """Return the ring with one more server: keys move to it alone."""
-        return HashRing((*self.servers, server), self.points)
-
-    def leave(self, server: str) -> HashRing:
-        """Return the ring without a server: its keys move to their first replicas, and no others move."""
-        if server not in self.servers:
-            raise UsageError(f"server {server!r} is not on the ring; it has {', '.join(self.servers)}"[:200])
-        return HashRing(tuple(one for one in self.servers if one != server), self.points)
 
     def loads(self, keys: Iterable[str], *, replicas: int = 0) -> Counter[tuple[str, ...]]:
         """Count the keys by their holders, the owner first."""

@@ -181,11 +181,11 @@ def _moves(rings: Sequence[LogicalRing], fabric: Fabric) -> list[_Move]:
     """Return the shortest rotation of the rings, and a symmetry that takes the first ring to another, if they exist."""
     size = fabric.size
     order = np.array(rings[0].order)
-    turns = [np.roll(order, -turn) for turn in range(1, size // 2 + 1) if size % turn == 0]
     others = [np.array(ring.order) for ring in rings[1:] if ring.order != rings[0].order]
     labels = labelled_graph_of(fabric).link_labels
     kinds = [labels[list(hop)].tolist() for hop in rings[0].hops]
-    likely = [turned for turned in turns if _kinds_after(kinds, order, turned) == kinds]
+    turns = [turn for turn in range(1, size // 2 + 1) if size % turn == 0]
+    likely = [np.roll(order, -turn) for turn in turns if kinds[turn:] + kinds[:turn] == kinds]
     extender = PermutationExtender(labelled_graph_of(fabric)) if likely or others else None
     found = []
     for images in (likely[:MOST_TRIED], others[:MOST_TRIED]):
@@ -196,12 +196,6 @@ def _moves(rings: Sequence[LogicalRing], fabric: Fabric) -> list[_Move]:
                 found.append(move)
                 break
     return found
-
-
-def _kinds_after(kinds: list[list[int]], order: Integers, turned: Integers) -> list[list[int]]:
-    """Return the kinds of the links of every hop after a rotation."""
-    start = int(np.flatnonzero(order == turned[0])[0])
-    return kinds[start:] + kinds[:start]
 
 
 def _move(
@@ -292,7 +286,9 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
     (['25'], (0, 2, 1), True)
     """
     capacity, scale = whole_capacities(fabric)
-    limit = _cut_limit(fabric, scale)
+    # A tour leaves and enters every set of ranks at least once, so the smallest cut limits the mix.
+    cuts = [best_bound(fabric, one, 0).bound(fabric, one, 0) for one in ("broadcast", "reduce")]
+    limit = scale * min(cuts)
     exact = fabric.size <= LARGEST_EXACT
     most = len(seeds) + (COLUMN_LIMIT if exact else COLUMN_LIMIT // 10)
     heaviest = max(capacity)
@@ -314,14 +310,6 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
         program.add([_crossings(fabric, tour[1])], [1])
     mix = _fewer_tours(fabric, capacity, [hops for _, hops in tours], program.solution(), program.value)
     return tuple(LogicalRing(weight / scale, *tours[number]) for number, weight in mix.items()), proved
-
-
-def _cut_limit(fabric: Fabric, scale: int) -> Fraction:
-    """Return the capacity of the smallest cut between ranks: a tour leaves and enters every set of ranks."""
-    return scale * min(
-        best_bound(fabric, collective, 0).bound(fabric, collective, 0)
-        for collective in ("broadcast", "reduce")
-    )
 
 
 def _crossings(fabric: Fabric, hops: Sequence[Path]) -> list[int]:

@@ -75,13 +75,15 @@ def sparse_servers(
         raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
     fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     shards = exchanging_servers(fabric, entries)
-    servers = FabricServers(fabric)
+    proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
+    for cut in _cuts(fabric, FabricServers(fabric), entries):
+        proofs.append((cut, cut.bound(fabric, "allreduce", None)))
     made = build_plan(
         fabric,
         "allreduce",
         root=None,
         shards=shards,
-        certificate=_proof(fabric, servers, entries),
+        certificate=min(proofs, key=lambda each: each[1])[0],
         schedule=SPARSE_SERVERS,
         method="three-phase",
     )
@@ -210,14 +212,6 @@ class _Exchange:
             )
         weight = share if self.entries is None else share * self.entries
         return self._free.edge("broadcast", (owner,), other, weight)
-
-
-def _proof(fabric: Fabric, servers: FabricServers, entries: Fraction) -> SparseCertificate:
-    """Return the lowest bound on sparse three phases that is quick to compute."""
-    proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
-    for cut in _cuts(fabric, servers, entries):
-        proofs.append((cut, cut.bound(fabric, "allreduce", None)))
-    return min(proofs, key=lambda each: each[1])[0]
 
 
 def _cuts(fabric: Fabric, servers: FabricServers, entries: Fraction) -> Iterator[BetweenServersBound]:

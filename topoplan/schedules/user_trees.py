@@ -192,7 +192,10 @@ def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
         raise UsageError(f"{where}: {_short(body)} is not a tree; {FORMS}")
     if shape in ("chain", "ring"):
         order = tuple(_rank(item, names, where) for item in body)
-        _check_order(order, names, where, shape)
+        twice = [rank for place, rank in enumerate(order) if rank in order[:place]]
+        if twice:
+            raise UsageError(f"{where}: rank {twice[0]} stands twice in the {shape}; every rank stands once")
+        _check_spans(set(order), names, where)
         if shape == "ring":
             return _Given(order, (), -1, share)
         edges = [(parent, child, ()) for parent, child in pairwise(order)]
@@ -251,13 +254,6 @@ def _nested_edges(
             edges.append((above, rank, ()))
         waiting += [(rank, child) for child in branch[1:]]
     return edges
-
-
-def _check_order(order: tuple[int, ...], names: Sequence[str], where: str, shape: str) -> None:
-    twice = [rank for place, rank in enumerate(order) if rank in order[:place]]
-    if twice:
-        raise UsageError(f"{where}: rank {twice[0]} stands twice in the {shape}; every rank stands once")
-    _check_spans(set(order), names, where)
 
 
 def _check_spans(reached: set[int], names: Sequence[str], where: str) -> None:

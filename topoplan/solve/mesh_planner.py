@@ -224,14 +224,10 @@ def plan_mesh(
     ]
     choice = _choice(parts, channels)
     whole = Fabric(asked.topology, choice)
-    _refuse_helpers(whole)
-    kind = Packing if Packing(whole, asked.collective, None).folded else DirectedPacking
-    packing = MeshPacking(
+    packing = _mesh_packing(
         whole,
-        asked.collective,
-        None,
-        groups=tuple(kind(Fabric(part.topology, choice), part.collective, part.root) for part in parts),
-        weights=tuple(weight for axis, weight in weights for _ in groups_along(extents, axis)),
+        [(Fabric(part.topology, choice), part.collective, part.root) for part in parts],
+        [weight for axis, weight in weights for _ in groups_along(extents, axis)],
     )
     found, certificate = proved_stars(packing) or _generated(packing, progress)
     groups = tuple(
@@ -261,12 +257,12 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     it has one. The certificate is length 1 on the full links between two kinds of devices (a server's NICs and the
     network, say): the other links on the way may be full too, without being all that lead to the NICs.
     """
-    if (
-        packing.fabric.in_network
-        or packing.fabric.helpers
-        or any(group.root is not None or not _all_pairs(group.fabric) for group in packing.groups)
-    ):
+    if packing.fabric.in_network or packing.fabric.helpers:
         return None
+    for group in packing.groups:
+        pairs = {(arc.tail, arc.head) for arc in group.fabric.arcs} if group.root is None else ()
+        if len(pairs) < group.fabric.size * (group.fabric.size - 1):
+            return None
     weights: dict[TreeColumn, Fraction] = {}
     loads = [Fraction(0)] * len(packing.limits)
     for number, (group, weight) in enumerate(zip(packing.groups, packing.weights, strict=True)):
@@ -294,10 +290,6 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     return None
 
 
-def _all_pairs(fabric: Fabric) -> bool:
-    return len({(arc.tail, arc.head) for arc in fabric.arcs}) == fabric.size * (fabric.size - 1)
-
-
 def rate_together(
     whole: Fabric, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
 ) -> Fraction:
@@ -317,30 +309,29 @@ def rate_together(
     >>> float(rate_together(whole, pairs[:1], one)), float(rate_together(whole, pairs, one * 2))
     (10.0, 5.0)
     """
-    _refuse_helpers(whole)
-    kind = (
-        Packing
-        if all(Packing(whole, collective, None).folded for _, collective, _ in groups)
-        else DirectedPacking
-    )
-    packing = MeshPacking(
+    packing = _mesh_packing(whole, groups, weights)
+    free = ColumnGeneration(MeshPricing(packing))
+    free.run(None)
+    return free.value / packing.scale
+
+
+def _mesh_packing(
+    whole: Fabric, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
+) -> MeshPacking:
+    if whole.helpers:
+        raise UsageError(
+            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is not a rank; leave the helpers out of "
+            "the machine"
+        )
+    folded = all(Packing(whole, collective, None).folded for _, collective, _ in groups)
+    kind = Packing if folded else DirectedPacking
+    return MeshPacking(
         whole,
         groups[0][1],
         None,
         groups=tuple(kind(fabric, collective, root) for fabric, collective, root in groups),
         weights=tuple(weights),
     )
-    free = ColumnGeneration(MeshPricing(packing))
-    free.run(None)
-    return free.value / packing.scale
-
-
-def _refuse_helpers(whole: Fabric) -> None:
-    if whole.helpers:
-        raise UsageError(
-            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is not a rank; leave the helpers out of "
-            "the machine"
-        )
 
 
 def _generated(

@@ -160,7 +160,7 @@ class FlowPacking(Packing):
         elements = self.orbits.elements.tolist()
         orbit_size = dict(zip(self.roots, self.root_counts, strict=True))
         for tree, weight in weights.items():
-            paths = self._paths(tree)
+            paths = self.paths(tree)
             images = Counter(tuple(element[node] for node in path) for element in elements for path in paths)
             part = weight / totals[tree.root] * Fraction(orbit_size[tree.root], len(elements))
             for path, count in images.items():
@@ -169,7 +169,7 @@ class FlowPacking(Packing):
             if self.demand[rank][rank]:
                 yield (rank,), Fraction(1)
 
-    def _paths(self, tree: TreeColumn) -> list[Path]:
+    def paths(self, tree: TreeColumn) -> list[Path]:
         """Return the path to every rank that the tree's root sends to."""
         paths, nodes = [], self.fabric.route_graph.nodes
         for rank, wanted in enumerate(self.demand[tree.root]):
@@ -180,10 +180,6 @@ class FlowPacking(Packing):
                     path.append(nodes[state % len(nodes)])
                 paths.append(tuple(path[::-1]))
         return paths
-
-    def edges_in_a_row(self, tree: TreeColumn) -> int:
-        """Return the most edges from rank to rank on a path of a tree."""
-        return max(sum(node < self.fabric.size for node in path) - 1 for path in self._paths(tree))
 
     def _stage(self, path: Path) -> Stage:
         """Return a chain of edges along a path, one from each rank on it to the next."""
@@ -266,7 +262,8 @@ def plan_all_to_all(
         known += proofs((*_candidate_cuts(lengths, fabric), lengths))
         bound, certificate = min(known, key=lambda one: one[0])
     notes: tuple[str, ...] = ()
-    tallest = max(map(packing.edges_in_a_row, generation.weights()))
+    routes = (path for tree in generation.weights() for path in packing.paths(tree))
+    tallest = max(sum(node < fabric.size for node in path) - 1 for path in routes)
     if len(packing.roots) <= MOST_LOW and not deadline.cut:
         generation = _lowest_paths(packing, generation, tallest, progress, deadline)
     elif tallest > 1 and not deadline.cut:

@@ -256,24 +256,20 @@ class ColumnGeneration:
 
     def fewer_trees(self, random: RandomStream, *, least: int, walks: int) -> dict[TreeColumn, Fraction]:
         """Return weights of the same value with few trees, all their images counted; ``least`` is enough."""
-        best = self.weights()
+        best, count = self.weights(), self.packing.image_count
         found = cheapest_vertex(
             self.program,
             random,
             offset=self.offset,
             least=least,
-            cost=self._images,
+            cost=lambda vertex: sum(count(self.trees[j - self.offset]) for j in vertex),
             walks=walks,
             deadline=self.deadline,
         )
         if found is None:
             return best
         fewer = {self.trees[j - self.offset]: x for j, x in found.items()}
-        count = self.packing.image_count
         return fewer if sum(map(count, fewer)) < sum(map(count, best)) else best
-
-    def _images(self, corner: ApproximateVertex) -> int:
-        return sum(self.packing.image_count(self.trees[j - self.offset]) for j in corner)
 
     def _first_lengths(self) -> list[int]:
         """Return the lengths to start with: inverse capacities."""

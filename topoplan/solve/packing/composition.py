@@ -88,7 +88,10 @@ def compose(
     best = ColumnGeneration(ComposedPricing(packing, servers=servers), progress=progress)
     if not best.run(bound * packing.scale):
         if not best.trees:
-            raise _no_star(servers)
+            raise InfeasibleError(
+                "three phases need a GPU that reaches one of every other server in one hop and back, and none of "
+                f"{', '.join(name_ranges(servers.names))} has one; plan trees instead (method exact)"
+            )
         duals = packing.certificate(best.duals())
     shards = packing.forest(_even_loads(_lowest_inside(best, servers), servers).weights())
     return Composition(shards, bound, aim, duals)
@@ -137,13 +140,6 @@ def _inner_height(tree: TreeColumn, servers: FabricServers) -> int:
                 rank, steps = parent, steps + 1
             longest = max(longest, steps)
     return longest
-
-
-def _no_star(servers: FabricServers) -> InfeasibleError:
-    return InfeasibleError(
-        f"three phases need a GPU that reaches one of every other server in one hop and back, and none of "
-        f"{', '.join(name_ranges(servers.names))} has one; plan trees instead (method exact)"
-    )
 
 
 @dataclass

@@ -130,7 +130,6 @@ class FloatProgram:
     held : (rows,) float64
         Amount of every member, scaled.
 
-
     Examples
     --------
     >>> program = FloatProgram(np.array([4.0, 6.0]))
