@@ -318,16 +318,7 @@ def one_shot_servers(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return the allreduce in three phases, with a one-shot exchange between servers.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
-    >>> plan = one_shot_servers(pair)
-    >>> plan.depth, [stage.op for stage in plan.shards[0].stages]
-    (3, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
-    """
+    """Return the allreduce in three phases, with a one-shot exchange between servers."""
     started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     _check(asked.collective)

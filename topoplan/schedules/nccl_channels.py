@@ -143,12 +143,6 @@ def ring_bandwidth(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) ->
     """Return GB/s that all rings together send over a hop: the bus bandwidth.
 
     ``weights`` are parts of the buffer in proportion: numbers of channels, or shares.
-    Examples
-    --------
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-2")
-    >>> ring_bandwidth(NcclPaths(box), {box.gpus: 6})
-    Fraction(150, 1)
     """
     return _least(paths, {order: ring_hops(order) for order in weights}, weights)
 

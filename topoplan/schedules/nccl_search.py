@@ -197,20 +197,7 @@ class PlanOrders:
 
 
 def plan_orders(plan: Plan) -> PlanOrders | None:
-    """Return the rings or the chains of a plan; None if it has other trees.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> found = plan_orders(topoplan.ring(machine, "broadcast", gpus=[0, 1, 2]))
-    >>> for order, share in found.shares.items():
-    ...     print(*order, share)
-    gpu0 gpu1 gpu2 1/2
-    gpu0 gpu2 gpu1 1/2
-    >>> plan_orders(topoplan.plan(machine)) is None
-    True
-    """
+    """Return the rings or the chains of a plan; None if it has other trees."""
     rings: dict[Path, Fraction] = {}
     chains: dict[Path, Fraction] = {}
     if plan.sparse or plan.exchanges:

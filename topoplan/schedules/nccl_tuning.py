@@ -196,13 +196,6 @@ def setting_of(topology: Topology) -> NcclSetting:
     """Return the properties of a communicator of all GPUs of a machine.
 
     UsageError for a single GPU, and for AMD's GPUs; InfeasibleError if the GPUs are not connected.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> here = setting_of(topoplan.load("dgx-a100"))
-    >>> here.ranks, here.servers, here.channels, here.rings
-    (8, 1, 12, 240.0)
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if len(gpus) < 2:

@@ -287,12 +287,6 @@ def find_schedule(name: str) -> Schedule:
     --------
     >>> find_schedule("double-tree").make("dgx-2").rate
     75.0
-    >>> find_schedule("tree")
-    Traceback (most recent call last):
-    topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
-one-hop, mesh, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
-one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
-parameter-server, two-level
     """
     others = installed_plugins(GROUP)
     if name in others:
@@ -372,11 +366,6 @@ def make_schedule(
 
     UsageError if the schedule is unknown or runs over other channels; InfeasibleError says why the allocation has no
     such schedule.
-
-    Examples
-    --------
-    >>> make_schedule("ring", "dgx-1v", gpus=[1, 4, 5, 7], channels="pcie").schedule
-    'pcie ring'
     """
     schedule = find_schedule(name)
     try:

@@ -131,13 +131,6 @@ def ring_forest(
     """Return `ring_shards`, compact if the rings are large and the machine has symmetries that keep them.
 
     InfeasibleError if it has none, and the chains are too many to be listed.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.ring(topoplan.nvswitch_cluster(16))
-    >>> len(plan.shards), [count for _, count in plan.shard_counts]
-    (1024, [64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64])
     """
     size = fabric.size
     edges = len(rings) * (2 if collective == "allreduce" else 1) * size * (size - 1)
@@ -248,14 +241,6 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
     """Return the links from one rank to another: through switches only if possible, else through other ranks.
 
     The route has fewest links, then the lowest link indices. InfeasibleError, with the cut, if none exists.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> [fabric.links[number].dst for number in shortest_route(fabric, 0, 5)]
-    ['gpu1', 'gpu5']
     """
     for arc in fabric.arcs:
         if (arc.tail, arc.head) == (tail, head):

@@ -30,16 +30,7 @@ Source and destination are states of the fabric's graph of routes."""
 
 
 class DirectRoutes:
-    """The routes of a fabric.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    >>> routes = DirectRoutes(fabric)
-    >>> routes.shortest(0, 5, fabric.capacity), routes.widest(0, 5, fabric.capacity)
-    ((0, 11), (0, 11))
-    """
+    """The routes of a fabric."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric

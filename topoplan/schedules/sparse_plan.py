@@ -59,17 +59,6 @@ def sparse_servers(
 
     ``entries`` is bytes of entries for each byte of the buffer (`topoplan.units.entry_share`). Servers may have
     different numbers of GPUs of the allocation.
-
-    Examples
-    --------
-    Two DGX-1V with one NIC of 96 Gb/s each, where the dense allreduce reaches 12 GB/s:
-
-    >>> import topoplan
-    >>> from topoplan.units import entry_share
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=2)], nic_gbps=96, nics=1)
-    >>> made = sparse_servers(pair, entries=entry_share(0.01))
-    >>> round(made.rate, 1), round(made.bound, 1), [stage.op for stage in made.shards[0].stages]
-    (85.7, 85.7, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
     """
     if entries <= 0:
         raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")

@@ -155,6 +155,7 @@ def plan_survival(
     ----------
     topology, collective, gpus, root, channels, order, progress
         As of `topoplan.plan`. After failures that leave no plan over these channels, ``auto`` is taken.
+
     Raises
     ------
     UsageError

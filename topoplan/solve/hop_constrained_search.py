@@ -266,13 +266,7 @@ def low_arborescences(
 
 
 def lowest_heights(cost: NDArray[np.int64], roots: Sequence[int]) -> NDArray[np.int64]:
-    """(roots,) int64: the lowest height that a tree from each root can have; N if none exists.
-
-    Examples
-    --------
-    >>> lowest_heights(np.array([[0, 1, UNREACHABLE], [1, 0, 1], [UNREACHABLE, 1, 0]]), [0, 1]).tolist()
-    [2, 1]
-    """
+    """(roots,) int64: the lowest height that a tree from each root can have; N if none exists."""
     found: NDArray[np.int64] = hop_counts(cost, np.array(roots, dtype=np.int64)).max(axis=1)
     return found
 

@@ -105,14 +105,6 @@ class Quotient:
     ``capacity`` has a whole number for each link, in any unit, the same on equivalent links. Each ``fixed`` node is a
     class of its own. ``forward`` takes links in their own direction, else reversed. `class_of` maps nodes to classes,
     from 0, and `ranks_in` counts the ranks in every class.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    >>> quotient = Quotient(fabric, [150] * 32, fixed=[0], forward=True)
-    >>> quotient.size, quotient.ranks_in
-    (3, [1, 15, 0])
     """
 
     def __init__(
@@ -153,14 +145,7 @@ class Quotient:
 
 
 def equivalent_ranks(fabric: Fabric, fixed: Sequence[int] = ()) -> list[int]:
-    """Return the first rank of every class of ranks that are equivalent beside the fixed nodes, without these.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> equivalent_ranks(Fabric(topoplan.load("dgx-2"), ("nvlink",)), [3])
-    [0]
-    """
+    """Return the first rank of every class of ranks that are equivalent beside the fixed nodes, without these."""
     labels = equitable_partition(fabric, fixed)[: fabric.size]
     firsts = np.unique(labels, return_index=True)[1].tolist()
     return sorted(rank for rank in firsts if rank not in set(fixed))

@@ -54,16 +54,6 @@ def floored_by_kind(fabric: Fabric) -> Fabric | None:
 
     Links lose their latencies. The floor gains nothing up to `MOST_RANK_CLASSES` classes of equivalent ranks, nor if
     the kinds leave more of them.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.nvswitch_cluster(5)
-    >>> wires = {f"s{n // 8}.gpu{n % 8}-s{n // 8}.nvswitch0": 290 + n / 10 for n in range(40)}
-    >>> worn = Fabric(topoplan.slow_links(machine, wires), ("nvlink", "network"))
-    >>> floored = floored_by_kind(worn)
-    >>> sorted({link.bandwidth for link in floored.links})
-    [25.0, 290.0]
     """
     if fabric.size <= MOST_RANK_CLASSES or len(equivalent_ranks(fabric)) <= MOST_RANK_CLASSES:
         return None
@@ -496,6 +486,7 @@ def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> di
 
     The fabric is `on_one_switch`, or any without a root. ``lengths`` of the rows decide which routes are shortest; None
     stands for equal lengths.
+
     Examples
     --------
     >>> import topoplan

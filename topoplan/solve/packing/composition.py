@@ -69,13 +69,6 @@ def compose(
     At the bound of ``certificate`` the search may stop; None stands for the one from flows. UsageError if all ranks are
     on one server; InfeasibleError if the ranks of a server are not connected inside it, or if no rank reaches one of
     every other server in one hop.
-
-    Examples
-    --------
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> forest = compose(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")), "allreduce")
-    >>> len(forest.shards), max(stage.height for stage in forest.shards[0].stages)
-    (8, 2)
     """
     servers = FabricServers(fabric)
     servers.check()

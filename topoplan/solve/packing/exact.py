@@ -96,13 +96,6 @@ def pack_exact(
     first optimum of the lowest height found). After ``time_limit`` seconds the best packing so far is taken: heights,
     rounds and walks under way are ended. The number of columns stays near the number of rows; DGX-1V takes
     milliseconds.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> packed = pack_exact(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
-    >>> len(packed.shards), packed.notes
-    (16, ())
     """
     pack = _pack_few if has_exact_tables(fabric) else _pack_on_orbits
     return pack(fabric, collective, root, order, deadline_of(time_limit), progress)

@@ -62,15 +62,6 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
 
     ``epsilon`` is from `SMALLEST_EPSILON` to 0.5, else UsageError. ``tree_oracle``, for comparisons, is another search
     for the cheapest arborescence, called in every round instead of every fourth.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> packing = Packing(Fabric(topoplan.load("dgx-1v"), ("nvlink",)), "broadcast", 0)
-    >>> result = pack_mwu(packing)
-    >>> len(result.weights) > 6
-    True
     """
     if not SMALLEST_EPSILON <= epsilon <= 0.5:
         raise UsageError(

@@ -290,15 +290,7 @@ _LOST = 40
 
 
 class FloatSimplex(FloatProgram):
-    """A program that can be solved.
-
-    Examples
-    --------
-    >>> guide = FloatSimplex(np.array([4.0, 6.0]))
-    >>> guide.add(np.array([[1.0, 1, 2], [1, 3, 1]]), np.ones(3))
-    >>> guide.maximise(), guide.value, guide.members.tolist()
-    (True, 4.0, [0, -2])
-    """
+    """A program that can be solved."""
 
     def __init__(self, limits: Floats) -> None:
         super().__init__(limits)

@@ -32,13 +32,6 @@ class ExactBasis:
 
     ``members`` are the basic columns, and -1 - row for the slack of a row, in any order; ZeroDivisionError if they are
     dependent.
-
-    Examples
-    --------
-    >>> columns = np.array([[1, 1, 2], [1, 3, 1]])
-    >>> basis = ExactBasis([4, 6], columns, np.array([1, 1, 1]), np.array([0, -2]))
-    >>> basis.feasible, basis.value, basis.solution(), basis.duals
-    (True, Fraction(4, 1), {0: Fraction(4, 1)}, ([1, 0], 1))
     """
 
     def __init__(
@@ -277,14 +270,6 @@ class GuidedSimplex:
     """A packing program under construction, with the interface of `PackingSimplex`.
 
     `mends` counts infeasible bases, and `repairs` the cases that only exact pivots could solve.
-
-    Examples
-    --------
-    >>> program = GuidedSimplex([4, 6])
-    >>> program.add([[1, 1], [1, 3], [2, 1]], [1, 1, 1])
-    >>> program.optimise()
-    >>> program.value, program.solution(), program.duals()
-    (Fraction(4, 1), {0: Fraction(4, 1)}, ([1, 0], 1))
     """
 
     blur = Fraction(1, 1 << 28)
