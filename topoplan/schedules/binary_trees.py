@@ -331,12 +331,7 @@ def _trees(laid: ServerChannels, planes: Sequence[Sequence[str]] = ()) -> Iterat
 
 
 def _edges(
-    laid: ServerChannels,
-    op: str,
-    inside: Sequence[_Inside],
-    tree: Above,
-    share: Fraction,
-    channel: int,
+    laid: ServerChannels, op: str, inside: Sequence[_Inside], tree: Above, share: Fraction, channel: int
 ) -> Iterator[Edge]:
     """Yield edges of a tree: for every server that to the server above, then its own."""
     for server, one in enumerate(inside):

@@ -99,7 +99,7 @@ def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 class _Walk:
-    """Counts partial cycles up to a limit, and detects those that cannot be closed."""
+    """Counts partial cycles up to a limit, and detects paths that cannot be closed."""
 
     def __init__(self, lanes: Sequence[Sequence[int]]) -> None:
         size = len(lanes)

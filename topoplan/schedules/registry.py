@@ -210,12 +210,7 @@ _KNOWN = (
     ),
     Schedule("nccl-ring", nccl_ring, words="NCCL's ring", method="ring", timed=False),
     Schedule(
-        "nccl-tree",
-        nccl_tree,
-        words="NCCL's tree",
-        method=TREE,
-        collectives=("allreduce",),
-        timed=False,
+        "nccl-tree", nccl_tree, words="NCCL's tree", method=TREE, collectives=("allreduce",), timed=False
     ),
     Schedule(
         "nvls",

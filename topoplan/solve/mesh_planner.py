@@ -253,7 +253,7 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     The result is the weights at rate 1 and the certificate. It is None if no certificate is found, with a root, with
     helpers, on switches that copy or add, and if two ranks of a group have no route.
 
-    Among routes of equal length every group takes those that the groups before it have filled least: its own rail, if
+    Among routes of equal length every group takes the routes that earlier groups have filled least: its own rail, if
     it has one. The certificate is length 1 on the full links between two kinds of devices (a server's NICs and the
     network, say): the other links on the way may be full too, without being all that lead to the NICs.
     """

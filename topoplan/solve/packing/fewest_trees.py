@@ -229,11 +229,7 @@ MOST_BRANCHING_NODES = 100
 
 
 def minimise_trees(
-    packing: Packing,
-    weights: Mapping[TreeColumn, Fraction],
-    *,
-    rate: Fraction,
-    threshold: float = 0.05,
+    packing: Packing, weights: Mapping[TreeColumn, Fraction], *, rate: Fraction, threshold: float = 0.05
 ) -> dict[TreeColumn, Fraction] | None:
     """Return whole multiples of a unit as weights of a few of the given trees; None if no unit reaches the threshold.
 
