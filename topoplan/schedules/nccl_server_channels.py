@@ -315,13 +315,15 @@ class NcclServerRoutes:
         )
 
     @cached_property
-    def _outside(self) -> dict[str, list[tuple[int, str, str]]]:
-        """For every device outside the servers, the links into it from others: number, source, itself."""
-        found: dict[str, list[tuple[int, str, str]]] = {}
+    def _network(self) -> tuple[dict[str, list[tuple[int, str]]], dict[str, list[tuple[int, str]]]]:
+        """Links out of and into every device outside the servers, each with its number and other end."""
+        leaving: dict[str, list[tuple[int, str]]] = {}
+        entering: dict[str, list[tuple[int, str]]] = {}
         for number in sorted(self.between_switches):
             link = self.links[number]
-            found.setdefault(link.dst, []).append((number, link.src, link.dst))
-        return found
+            leaving.setdefault(link.src, []).append((number, link.dst))
+            entering.setdefault(link.dst, []).append((number, link.src))
+        return leaving, entering
 
     def _way(self, first: int, second: int, channel: int) -> Loads | None:
         """Return the loads of one channel between two servers: all shortest paths, by the width of their NICs."""
@@ -410,11 +412,12 @@ class NcclServerRoutes:
         return self._ways[source, target]
 
     def _striped(self, source: str, target: str) -> tuple[int, Loads] | None:
+        leaving, entering = self._network
         if target not in self._distance:
             behind = {target: 0}
             frontier = [target]
             for node in frontier:
-                for _, other, _ in self._outside.get(node, ()):
+                for _, other in entering.get(node, ()):
                     if other not in behind:
                         behind[other] = behind[node] + 1
                         frontier.append(other)
@@ -427,7 +430,7 @@ class NcclServerRoutes:
         for depth in range(behind[source], 0, -1):
             onward: dict[str, list[tuple[int, str]]] = {}
             for node in there:
-                for number, dst in self._leaving.get(node, ()):
+                for number, dst in leaving.get(node, ()):
                     if behind.get(dst) == depth - 1:
                         onward.setdefault(node, []).append((number, dst))
             arrived: dict[str, Fraction] = {}
@@ -438,13 +441,6 @@ class NcclServerRoutes:
                     arrived[dst] = arrived.get(dst, Fraction(0)) + loads[number]
             there = arrived
         return behind[source], loads
-
-    @cached_property
-    def _leaving(self) -> dict[str, list[tuple[int, str]]]:
-        found: dict[str, list[tuple[int, str]]] = {}
-        for number in sorted(self.between_switches):
-            found.setdefault(self.links[number].src, []).append((number, self.links[number].dst))
-        return found
 
 
 def summed(parts: Iterable[tuple[Loads, Fraction]]) -> dict[int, Fraction]:

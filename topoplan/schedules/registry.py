@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
@@ -143,21 +144,18 @@ def _three_phase(trees: Plan, progress: Callable[[str], None] | None) -> Plan:
     )
 
 
-def _rings(kind: str = "") -> Make:
-    """Return the maker of rings of one kind; by default over the requested channel, or the ring's own choice."""
-
-    def make(
-        topology: TopologyLike,
-        collective: str = "allreduce",
-        *,
-        gpus: Sequence[int] | None = None,
-        root: int | None = None,
-        channels: str = "auto",
-    ) -> Plan:
-        own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
-        return ring(topology, collective, gpus=gpus, root=root, kind=own)
-
-    return make
+def _ring(
+    kind: str,
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """Return rings of one kind; for "" over the requested channel, or the ring's own choice."""
+    own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
+    return ring(topology, collective, gpus=gpus, root=root, kind=own)
 
 
 def nccl_ring(
@@ -175,7 +173,7 @@ def nccl_ring(
     >>> round(nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).rate, 3), nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).schedule
     (33.333, 'relay ring')
     """
-    direct = _rings()(topology, collective, gpus=gpus, root=root, channels=channels)
+    direct = _ring("", topology, collective, gpus=gpus, root=root, channels=channels)
     try:
         relayed = ring(topology, collective, gpus=gpus, root=root, kind="relay")
     except InfeasibleError:
@@ -204,9 +202,14 @@ _KNOWN = (
         column="binary",
     ),
     Schedule("lowest-tree", lowest_tree, words="lowest tree"),
-    Schedule("ring", _rings(), column="ring"),
+    Schedule("ring", partial(_ring, ""), column="ring"),
     Schedule(
-        "relay-ring", _rings("relay"), words="relay rings", method="ring", over=("nvlink",), column="relay"
+        "relay-ring",
+        partial(_ring, "relay"),
+        words="relay rings",
+        method="ring",
+        over=("nvlink",),
+        column="relay",
     ),
     Schedule("nccl-ring", nccl_ring, words="NCCL's ring", method="ring", timed=False),
     Schedule(
@@ -288,7 +291,7 @@ def find_schedule(name: str) -> Schedule:
         if name in (TREES, *SCHEDULES):
             raise UsageError(
                 f"schedule {name} is topoplan's own, and the package {others[name].package} offers another of that "
-                "name; take the package out, or ask its makers for another name"
+                "name; uninstall the package, or ask its authors for another name"
             )
         return _of_package(others[name])
     if name not in SCHEDULES:
@@ -307,7 +310,7 @@ def _of_package(offer: Plugin) -> Schedule:
     where = f"schedule {offer.name}, of the package {offer.package},"
     if not callable(make):
         raise UsageError(
-            f"{where} is a {type(found).__name__}, not a function that makes a plan; its makers can mend that"
+            f"{where} is a {type(found).__name__}, not a function that makes a plan; report this to its authors"
         )
 
     def checked(
@@ -336,10 +339,10 @@ def _of_package(offer: Plugin) -> Schedule:
         except (InfeasibleError, UsageError):
             raise
         except PlanError as error:
-            raise UsageError(f"{where} made a wrong plan: {error}; its makers can mend that") from error
+            raise UsageError(f"{where} made a wrong plan: {error}; report this to its authors") from error
         except Exception as error:
             raise UsageError(
-                f"{where} failed: {type(error).__name__}: {error}; its makers can mend that"
+                f"{where} failed: {type(error).__name__}: {error}; report this to its authors"
             ) from error
         return made
 

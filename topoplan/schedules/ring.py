@@ -66,7 +66,7 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
     if order is None:
         return None
     hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in _pairs(order))
-    return LogicalRing(_weight(hops, list(fabric.capacity)), order, hops)
+    return _claimed(order, hops, list(fabric.capacity))
 
 
 def switched_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
@@ -85,22 +85,23 @@ def switched_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, .
     rings: list[LogicalRing] = []
     while True:
         hops = tuple(_found(find(*pair, left)) for pair in _pairs(order))
-        weight = _weight(hops, left)
-        if weight == 0:
+        ring = _claimed(order, hops, left)
+        if ring is None:
             return tuple(rings)
-        rings.append(LogicalRing(weight, order, hops))
-        for hop in hops:
-            for number in hop:
-                left[number] -= weight
+        rings.append(ring)
 
 
 def _pairs(order: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(order, order[1:] + order[:1], strict=True))
 
 
-def _weight(hops: tuple[Links, ...], left: list[Fraction]) -> Fraction:
+def _claimed(order: tuple[int, ...], hops: tuple[Links, ...], left: list[Fraction]) -> LogicalRing | None:
+    """Return a ring with all the weight that its links have left, and subtract it there; None if they have none."""
     crossed = Counter(number for hop in hops for number in hop)
-    return min(left[number] / times for number, times in crossed.items())
+    weight = min(left[number] / times for number, times in crossed.items())
+    for number, times in crossed.items():
+        left[number] -= weight * times
+    return LogicalRing(weight, order, hops) if weight else None
 
 
 def _found(links: Links | None) -> Links:
@@ -207,14 +208,9 @@ def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...
     for first in range(max(len(ranks) for ranks in doors)):
         order = _order(servers, doors, first, inside)
         hops = None if order is None else _hops(order, routes, left)
-        if order is None or hops is None:
-            continue
-        crossed = Counter(link for hop in hops for link in hop)
-        weight = min(left[link] / times for link, times in crossed.items())
-        if weight > 0:
-            rings.append(LogicalRing(weight, order, hops))
-            for link, times in crossed.items():
-                left[link] -= weight * times
+        ring = None if order is None or hops is None else _claimed(order, hops, left)
+        if ring is not None:
+            rings.append(ring)
     return tuple(rings)
 
 

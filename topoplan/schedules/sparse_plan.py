@@ -294,19 +294,15 @@ def sparse_plan(
     started = time.perf_counter()
     topology = as_topology(topology)
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
-    if _over_servers(topology, gpus, channels):
+    over_servers = False
+    if channels in CHANNEL_CHOICES:  # neither divided between channels inside a server, nor unknown
+        fabric = Allocation.of(topology, gpus=gpus).connected(channels)
+        over_servers = 1 < len(FabricServers(fabric).names) < fabric.size
+    if over_servers:
         made = sparse_servers(topology, entries=share, gpus=gpus, channels=channels)
     else:
         made = sparse_trees(plan(topology, "allreduce", gpus=gpus, channels=channels), entries=share)
     return made.timed(time.perf_counter() - started)
-
-
-def _over_servers(topology: Topology, gpus: Sequence[int] | None, channels: str) -> bool:
-    """Return whether the allocation has several servers and one of them several GPUs, on a plan's links."""
-    if channels not in CHANNEL_CHOICES:
-        return False  # divided between channels inside a server, or unknown
-    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
-    return 1 < len(FabricServers(fabric).names) < fabric.size
 
 
 def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:

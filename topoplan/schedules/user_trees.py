@@ -305,9 +305,8 @@ def _root_of(edges: Sequence[tuple[int, int, tuple[str, ...]]], names: Sequence[
 def _share(value: object, where: str) -> Fraction:
     """Return a share above zero, at most 1, exact: decimals are what they say."""
     try:
-        if isinstance(value, bool) or not isinstance(value, Fraction | int | float | str):
-            raise ValueError
-        if isinstance(value, str) and not _SHARE.fullmatch(value):
+        number = isinstance(value, Fraction | int | float) and not isinstance(value, bool)
+        if not number and not (isinstance(value, str) and _SHARE.fullmatch(value)):
             raise ValueError
         share = Fraction(str(value))
     except (ValueError, ZeroDivisionError):

@@ -16,7 +16,7 @@ On the first unit that reaches the threshold the largest rate is taken, and for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -114,18 +114,12 @@ class Peeler:
 
     packing: Packing
 
-    @property
-    def applies(self) -> bool:
-        """Whether flows alone give the value of the rest."""
-        packing = self.packing
-        return packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct)
-
     def peel(
-        self, target: Fraction, stream: RandomStream, *, candidates: int, fewer_than: int
+        self, target: Fraction, stream: RandomStream, *, fewer_than: int
     ) -> dict[TreeColumn, Fraction] | None:
         """Make one pass: return weights of an optimal packing with fewer trees than asked, or None.
 
-        ``target`` is the optimal value in the packing's units; ``candidates`` trees are tried for each place.
+        ``target`` is the optimal value in the packing's units.
         """
         rest = [Fraction(c) for c in self.packing.limits]
         value = target
@@ -134,7 +128,7 @@ class Peeler:
             if len(chosen) + 1 >= fewer_than:
                 return None
             best: tuple[Fraction, TreeColumn] | None = None
-            for column in self._candidates(rest, stream, candidates):
+            for column in self._candidates(rest, stream):
                 weight = self._largest_weight(rest, value, column)
                 if best is None or weight > best[0]:
                     best = (weight, column)
@@ -181,14 +175,14 @@ class Peeler:
             crossing[row] = int((s in side and d not in side) if forward else (s not in side and d in side))
         return crossing, 1
 
-    def _candidates(self, rest: list[Fraction], stream: RandomStream, count: int) -> list[TreeColumn]:
+    def _candidates(self, rest: list[Fraction], stream: RandomStream) -> list[TreeColumn]:
         """Return trees that cross the weakest cut least often, over links with capacity left, wide ones first."""
         crossing, _ = self._weakest(rest)
         widths = sorted({c for c in rest if c > 0}, reverse=True)
         pricing = Pricing(self.packing)
         unit = 8 * _NOISE * self.packing.fabric.size
         found: list[TreeColumn] = []
-        for turn in range(count):
+        for turn in range(PEELING_CANDIDATES):
             width = widths[turn % min(3, len(widths))]
             noise: NDArray[np.int64] = stream.whole(len(rest), _NOISE)
             lengths = [
@@ -207,12 +201,12 @@ def fewest_peeled(
     packing: Packing, target: Fraction, *, fewer_than: int
 ) -> dict[TreeColumn, Fraction] | None:
     """Return weights of the optimal packing of fewest trees among some peelings; None if all have as many as asked."""
-    peeler = Peeler(packing)
     best: dict[TreeColumn, Fraction] | None = None
-    if peeler.applies:
-        stream = RandomStream(1)
+    # Flows alone must give the value of the rest.
+    if packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct):
+        peeler, stream = Peeler(packing), RandomStream(1)
         for _ in range(PEELINGS):
-            found = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
+            found = peeler.peel(target, stream, fewer_than=fewer_than)
             if found is not None:
                 best, fewer_than = found, len(found)
     return best
@@ -240,7 +234,10 @@ def minimise_trees(
     if not 0 <= threshold < 1:
         raise UsageError(f"threshold {threshold} must be 0 or more and below 1, for example 0.05")
     columns = _heaviest(packing, weights)
-    unit = _link_unit(packing.limits)
+    # One link's bandwidth: the common divisor of all capacities, or the smallest if that is too fine.
+    unit = reduce(gcd, packing.limits)
+    if max(packing.limits) > 64 * unit:
+        unit = min(packing.limits)
     needed = rate * (1 - Fraction(repr(threshold)))
     for divisor in range(1, FINEST_UNIT + 1):
         most = int(rate * divisor / unit / packing.owners) * packing.owners
@@ -266,12 +263,6 @@ def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[
         if len(members) < MOST_CANDIDATES // packing.owners:
             members.append(column)
     return sorted((each for members in kept.values() for each in members), key=lambda each: each.order)
-
-
-def _link_unit(limits: Sequence[int]) -> int:
-    """Return the bandwidth of one link: the common divisor of all capacities, or the smallest if that is too fine."""
-    common = reduce(gcd, limits)
-    return common if max(limits) <= 64 * common else min(limits)
 
 
 def _whole_packing(
