@@ -39,7 +39,6 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
 from topoplan.solve.symmetry.nested_blocks import nested_blocks
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 IMAGES = 16
 """Elements for each rank in a symmetry group that only maps a cut to its images, so that none is listed."""
@@ -337,6 +336,8 @@ def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tupl
 
 def _images_of_nodes(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
     """Return the images of a set of nodes under the symmetries that are found, the set itself first."""
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
     largest = IMAGES * fabric.size
     generators = [np.asarray(each) for each in find_symmetry(fabric, largest=largest)]
     first = tuple(part)

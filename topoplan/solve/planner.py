@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import TYPE_CHECKING
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
@@ -33,14 +34,15 @@ from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, quick_bound
 from topoplan.solve.maximum_flow import equivalent_ranks
-from topoplan.solve.packing.all_to_all import Matrix, check_demand, plan_all_to_all
-from topoplan.solve.packing.composition import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
 from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
 from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
-from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
+
+if TYPE_CHECKING:
+    from topoplan.plans.certificates.exchange import DemandMatrix
+    from topoplan.solve.packing.all_to_all import Matrix
 
 BANDWIDTH_GAP = 1.25
 """The next wider link is of another kind from this ratio of bandwidths on."""
@@ -83,7 +85,7 @@ def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
     return slowest
 
 
-METHODS = ("exact", "mwu", THREE_PHASE)
+METHODS = ("exact", "mwu", "three-phase")
 
 MOST_STARS = 64
 """Ranks on one switch up to which stars are listed; larger ones are packed on orbits, and so compactly."""
@@ -210,7 +212,11 @@ def plan(
         _check_paths(method, channels, order, height)
     elif demand is not None:
         raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
-    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
+    wanted: DemandMatrix | None = None
+    if demand is not None:
+        from topoplan.solve.packing.all_to_all import check_demand
+
+        wanted = check_demand(demand, len(asked.gpus))
     sized = (*CHANNEL_SPLITS, *UNIONS)
     if nbytes is not None and channels not in sized:
         raise UsageError(
@@ -236,12 +242,16 @@ def plan(
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif collective == ALL_TO_ALL:
+        from topoplan.solve.packing.all_to_all import plan_all_to_all
+
         made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network or fabric.helpers:
             made = _certified_in_network(made, fabric)
-    elif method == THREE_PHASE:
+    elif method == "three-phase":
+        from topoplan.solve.packing.composition import plan_three_phase
+
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
@@ -385,6 +395,8 @@ def _plan_exact(
         if one_hop.gap == 0 and order != "trees":
             return one_hop
     if fabric.size > MOST_FREE and (root is not None or not FabricServers(fabric).stars):
+        from topoplan.solve.packing.composition import composed_optimum
+
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
@@ -426,6 +438,8 @@ def _floored_plan(fabric: Fabric, symmetric: Plan, tolerance: float, *, final: b
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+    from topoplan.solve.packing.multiplicative_weights import pack_mwu
+
     packing = Packing(fabric, collective, root)
     packed = pack_mwu(packing, epsilon=epsilon)
     bound = packed.certificate.bound(fabric, collective, root)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, has_exact_tables, length_of
 from topoplan.solve.search_control import Deadline, RandomStream
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
-from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+
+if TYPE_CHECKING:
+    from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
 RANDOM_WALKS = 60
 VERTEX_WORK = 12_000_000
@@ -144,8 +147,14 @@ class ColumnGeneration:
         self.guided = self.rows >= (GUIDED_ROWS // 2 if wide and not few else GUIDED_ROWS) and (
             wide or not few
         )
-        simplex = GuidedSimplex if self.guided else PackingSimplex
-        self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
+        limits = [*packing.limits, *[0] * groups]
+        self.program: PackingSimplex | GuidedSimplex
+        if self.guided:
+            from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+
+            self.program = GuidedSimplex(limits)
+        else:
+            self.program = PackingSimplex(limits)
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.

@@ -27,7 +27,6 @@ from topoplan.machine.notes import Note
 from topoplan.plans.certificates.certificate import Certificate, Lengths
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound
-from topoplan.solve.hop_constrained_search import SMALL_SEARCH, lowest_heights
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
 from topoplan.solve.packing.packing_program import (
@@ -44,7 +43,6 @@ from topoplan.solve.search_control import (
     deadline_of,
     time_limit_note,
 )
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 ORDERS = ("height", "trees", "first")
 """Objectives that come first among packings of equal rate."""
@@ -125,8 +123,7 @@ def pack_low(
     [50.0, 125.0, 150.0]
     """
     few = has_exact_tables(fabric)
-    symmetries = () if few else tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
-    packing = Packing(fabric, collective, root, symmetries)
+    packing = Packing(fabric, collective, root, () if few else _symmetries(fabric, root))
     lowest_of_all = _lowest_height(packing)
     if height < lowest_of_all:
         raise UsageError(
@@ -139,6 +136,12 @@ def pack_low(
     text = f"trees of height {height} at most, as asked; {best} of that height"
     cut = (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
     return ExactPacking(packing, generator.weights(), certificate, (Note(text, "height asked"), *cut))
+
+
+def _symmetries(fabric: Fabric, root: int | None, largest: int | None = None) -> tuple[tuple[int, ...], ...]:
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+    return tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest))
 
 
 def _pack_few(
@@ -251,10 +254,7 @@ def _pack_on_orbits(
     for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
         if order == "first" and known is not None and known.optimal:
             break
-        generators = tuple(
-            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
-        )
-        packing = Packing(fabric, collective, root, generators)
+        packing = Packing(fabric, collective, root, _symmetries(fabric, root, largest))
         elements = len(packing.orbits.elements)
         if known is not None and elements == known.elements:
             continue
@@ -325,6 +325,8 @@ class _Search:
 
     def run(self) -> None:
         """Find trees that reach the optimum: of the lowest height, or of any height if their number comes first."""
+        from topoplan.solve.hop_constrained_search import SMALL_SEARCH
+
         if self.order == "trees" and self.packing.fabric.size <= SMALL_SEARCH:
             self.best = self._generation(None)
             if not self.best.run(self.target):
@@ -398,6 +400,8 @@ class _Search:
 
 def _lowest_height(packing: Packing) -> int:
     """Return the height that hop counts force: of the best root if any will do, else of the worst."""
+    from topoplan.solve.hop_constrained_search import lowest_heights
+
     routes = packing.routes([1] * len(packing.limits))
     needed = [0] * len(packing.roots)
     both = packing.uses("broadcast") and symmetric_costs(routes.cost)

@@ -29,7 +29,6 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits
 from topoplan.solve.search_control import Deadline, RandomStream, time_limit_note
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 MOST_RANKS = 64
 """Ranks up to which trees are packed over inner vertices."""
@@ -184,6 +183,8 @@ def _stronger(
 
 def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int, ...], ...]:
     """Return the symmetries of the fabric as permutations of the wide one's nodes."""
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
     place = {name: number for number, name in enumerate(wide.nodes)}
     found = []
     for generator in find_symmetry(fabric, fixed=root):

@@ -33,7 +33,6 @@ from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees, cheapest_arborescence
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 from topoplan.solve.cuts_and_partitions import whole_capacities
-from topoplan.solve.hop_constrained_search import SEARCH_EFFORT, low_arborescences
 from topoplan.solve.route_table import FabricOrbits, RankRoutes, RouteTable
 
 MOST_EDGES = 10_000
@@ -327,8 +326,11 @@ class Pricing:
     @property
     def efforts(self) -> tuple[int, ...]:
         """Efforts worth trying in turn: a longer search pays only if the quick answer is not better."""
-        searched = self.height is not None and self.height > 1 and not has_exact_tables(self.packing.fabric)
-        return (0, SEARCH_EFFORT) if searched else (0,)
+        if self.height is None or self.height == 1 or has_exact_tables(self.packing.fabric):
+            return (0,)
+        from topoplan.solve.hop_constrained_search import SEARCH_EFFORT
+
+        return (0, SEARCH_EFFORT)
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
         """Return a cheap column of every root that has one, by the place of the root among `Packing.roots`.
@@ -360,6 +362,8 @@ class Pricing:
             by_head = cost.T.tolist()
             return [cheapest_arborescence(by_head, root) for root in roots]
         if not has_exact_tables(self.packing.fabric):
+            from topoplan.solve.hop_constrained_search import low_arborescences
+
             return list(low_arborescences(cost, roots, self.height, effort=effort))
         tables = HopLimitedTrees(cost, self.height)
         return [tables.parents(root) if tables.costs[root] < UNREACHABLE else None for root in roots]
