@@ -76,8 +76,11 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
+    # Every byte crosses the smallest cuts out of rank 0's side and into it.
+    ways = (True,) if fabric.symmetric else (True, False)
+    cuts = [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
     candidates: list[tuple[Fraction, OneFabric]] = [
-        (cut.bound(fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+        (cut.bound(fabric, collective, root), cut) for cut in cuts
     ]
     ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
     candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
@@ -295,13 +298,6 @@ def _provable(lengths: Lengths, fabric: Fabric) -> bool:
     return True
 
 
-def _rank_cuts(fabric: Fabric) -> list[Cut]:
-    """Return the smallest cuts out of rank 0's side and into it: every byte crosses both."""
-    capacity, _ = whole_capacities(fabric)
-    ways = (True,) if fabric.symmetric else (True, False)
-    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
-
-
 def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
     """Return the bound, in GB/s, that a set of nodes and its images prove for an allreduce, and its certificate.
 
@@ -399,9 +395,10 @@ def _block_candidates(fabric: Fabric, collective: str, root: int | None) -> Iter
                 block: capacity / (fabric.size - ranks_in[block]) for block, capacity in crossing.items()
             }
             tightest = min(rates, key=rates.__getitem__)
-            yield _block_cut(
-                fabric, {node for node, block in enumerate(blocks) if block == tightest}, holds=root
-            )
+            part = {node for node, block in enumerate(blocks) if block == tightest}
+            # Named by the side of the root; without a root, by the rest.
+            names = (name for node, name in enumerate(fabric.nodes) if (node in part) == (root in part))
+            yield Cut(tuple(names))
             if collective == "allreduce":
                 yield Lengths(tuple(crossed))
 
@@ -429,8 +426,3 @@ def _tightened_blocks(fabric: Fabric, blocks: list[int], entering: bool) -> list
             return blocks
         for node in loose:
             blocks[node] = -1
-
-
-def _block_cut(fabric: Fabric, part: set[int], *, holds: int | None) -> Cut:
-    """Return the cut between a part and the rest, named by the side of the root; without a root, by the rest."""
-    return Cut(tuple(name for node, name in enumerate(fabric.nodes) if (node in part) == (holds in part)))

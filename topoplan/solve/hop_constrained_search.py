@@ -16,7 +16,7 @@ effort 32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -39,9 +39,6 @@ from topoplan.solve.tree_local_search import (
 
 STARTING_TURNS = 2
 """Choices of the ranks of an upper part."""
-
-TreeFinder = Callable[[Costs, int, int], NDArray[np.int64]]
-"""Parents of a tree, from costs, root and height."""
 
 
 def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -177,16 +174,14 @@ class _Forest:
                 self.parent[v] = up
 
 
-def two_part_tree(
-    cost: Costs, root: int, height: int, ways: Sequence[int], finder: TreeFinder
-) -> NDArray[np.int64]:
+def two_part_tree(cost: Costs, root: int, height: int, ways: Sequence[int]) -> NDArray[np.int64]:
     """Return a tree of ``height - 1``, 2 or more, over a few ranks, and every other rank below the cheapest of these.
 
     The few ranks are chosen by facility location: at first the fee of a rank is the cost of a given path to it, later
     the cost of the cheapest arc to it from the last upper part.
 
     ``ways`` are the parents of a tree of at most ``height - 1`` edges; the root is its own parent. Missing arcs are
-    never followed, but every rank must be one arc from a rank that the others lead to. ``finder`` finds the upper tree.
+    never followed, but every rank must be one arc from a rank that the others lead to.
     """
     way = np.array([ways])
     fees = path_lengths(cost, way)
@@ -195,7 +190,8 @@ def two_part_tree(
         opened = opened_ranks(cost, np.array([root]), fees)
         # The ranks on the paths to them belong to the upper part too.
         upper = np.flatnonzero(ancestry_of(way).above[0][:, opened[0]].any(axis=1))
-        found = finder(cost[np.ix_(upper, upper)], int(np.searchsorted(upper, root)), height - 1)
+        part, top = cost[np.ix_(upper, upper)], np.searchsorted(upper, [root])
+        found = _search(part, top, hop_counts(part, top), height - 1, 0)[0]
         inner = np.zeros((1, len(cost)), dtype=bool)
         inner[0, upper] = True
         tree = cheapest_open(cost, inner)
@@ -333,14 +329,7 @@ def _starts(cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], 
             ways.append([[root] * size for root in roots.tolist()])
         for tried in ways:
             upper = [
-                two_part_tree(cost, r, height, way, _finder)
-                for r, way in zip(roots.tolist(), tried, strict=True)
+                two_part_tree(cost, r, height, way) for r, way in zip(roots.tolist(), tried, strict=True)
             ]
             starts.append(np.array(upper))
     return starts
-
-
-def _finder(cost: Costs, root: int, height: int) -> NDArray[np.int64]:
-    roots = np.array([root])
-    trees = _search(cost, roots, hop_counts(cost, roots), height, 0)
-    return np.asarray(trees[0])
