@@ -316,18 +316,13 @@ def three_phase(
     collective : str
         allreduce; or broadcast, reduce, allgather, reduce_scatter, which are one direction of it. In these the root
         need not be a local root: a gateway in its server sends to the centre of the exchange, or is the centre.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None. Servers may have different numbers of them.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
+    gpus, root, channels
+        As for `topoplan.plan`. Servers may have different numbers of GPUs.
 
     Raises
     ------
     UsageError
-        All GPUs are on one server; unknown collective, GPU out of range, a root outside the allocation, or a root for a
-        collective without one.
+        As `topoplan.plan`; all GPUs are on one server.
     InfeasibleError
         The GPUs of a server are not connected inside it, or the servers are not one hop apart.
 

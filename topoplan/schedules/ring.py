@@ -288,13 +288,10 @@ def ring(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
     kind : str
         ``nvlink``: as many link-disjoint directed rings over direct NVLinks as exist, by exact search; a ring takes one
         wire of each link it crosses. If wires differ in speed, the speed at which rings x speed is largest is chosen,
@@ -314,8 +311,7 @@ def ring(
     Raises
     ------
     UsageError
-        Unknown collective or kind, GPU out of range, a root outside the allocation, or a root for a collective without
-        one.
+        As `topoplan.plan`; an unknown kind.
     InfeasibleError
         No such ring exists.
 

@@ -260,13 +260,10 @@ def sparse_plan(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, channels
+        As for `topoplan.plan`.
     density : float
         Fraction of the elements that is chosen, above 0 and at most 1.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    channels : str
-        As for `topoplan.plan`.
     entry_bits : float
         Size of an encoded entry: 64 for a float32 with its index, about 33.5 + log2(1 / density) with packed indices.
     element_bits : int

@@ -91,7 +91,8 @@ def plan_from_trees(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce (up and down each tree), broadcast, reduce, allgather or reduce_scatter, whose trees have their owners
         as roots.
@@ -103,12 +104,8 @@ def plan_from_trees(
         ``(parent, child, devices)``.
     shares : sequence of Fraction, int, float, text such as "1/3", or None, optional
         For each tree, a fraction of the whole buffer; None for a share that is to be chosen.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
     root : int or None
         GPU number of the root of a broadcast or reduce; the root of the trees for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------

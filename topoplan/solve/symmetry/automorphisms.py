@@ -196,7 +196,7 @@ class NodeSearch:
     """A base that separates all nodes of a coloured graph, and the isomorphisms from there to other graphs.
 
     ``colours``, int64 of shape (nodes,), are at least as fine as the node labels. ``refinements`` limits how often the
-    search may refine a colouring; None is no limit.
+    search may refine a colouring; None sets no limit.
     """
 
     def __init__(self, wiring: LabelledGraph, colours: Integers, refinements: int | None = None) -> None:
