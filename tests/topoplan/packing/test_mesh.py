@@ -168,7 +168,7 @@ def test_files_are_read_back_and_believed_in_nothing() -> None:
     ("mesh", "axes", "told"),
     [
         ({"dp": 2, "tp": 3}, None, "a mesh of dp 2 x tp 3 does not have as many ranks as there are GPUs, 8"),
-        ({"dp": 2, "tp": 4}, ["pp"], "axis 'pp' is none of the mesh; use one of dp, tp"),
+        ({"dp": 2, "tp": 4}, ["pp"], "axis 'pp' is not in the mesh; use one of dp, tp"),
         ({"dp": 1, "tp": 8}, ["dp"], "along axis dp every group has one rank"),
         ({"dp": 2, "tp": 4}, {"dp": 0}, "axis dp has weight 0; weights are above zero"),
         ({"dp": 0, "tp": 4}, None, "axis dp has extent 0"),

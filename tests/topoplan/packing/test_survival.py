@@ -221,5 +221,5 @@ def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
         UsageError, match=r"several plans are not replanned at once; give one, such as book\.whole"
     ):
         topoplan.replan(book_of("v100x4"), without_gpus=[0])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="is not replanned; plan the machine that is left"):
+    with pytest.raises(UsageError, match="is not replanned; plan the degraded machine anew"):
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])
