@@ -156,7 +156,7 @@ def test_one_that_comes_with_something_else_is_left_out_by_all_also_where_anothe
 ) -> None:
     zero, one, _, new = Job(monkeypatch, told, has="that").run()
     assert zero == one == ((), (0, 1), [])
-    assert new == "this rank has that, and the others this; make model and state alike"
+    assert new == "this rank has that, and the others this; make model and state the same"
 
 
 def test_who_comes_in_place_of_one_that_dies_meanwhile_is_told_as_one_that_has_come(
