@@ -100,13 +100,13 @@ class Job:
         averager = InStepAverager(comm, ExchangeSettings(), Recorder("test", ranks=comm.size))
         changed = lambda *change: self.changes.append((comm.rank, *change[:3]))  # noqa: E731
         made = RecoveringExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
-        go_on = made._go_on
+        recover = made._recover
 
         def noted(error: BackendError) -> Any:
             self.failures.append(str(error))
-            return go_on(error)
+            return recover(error)
 
-        made._go_on = noted  # type: ignore[method-assign]
+        made._recover = noted  # type: ignore[method-assign]
         return made
 
     def _grown(self, exchange: RecoveringExchange, has: str) -> Any:

@@ -83,7 +83,7 @@ def test_a_state_of_another_mode_is_refused() -> None:
     pulled = LocalSGD(2, proximal=1)
     with (
         GradientSynchronizer(parameters, PLAN, backend="loopback", mode=pulled) as other,
-        pytest.raises(UsageError, match="says nothing of where parameters were last averaged"),
+        pytest.raises(UsageError, match="without the parameters of the last average"),
     ):
         other.load_state_dict(state)
 
