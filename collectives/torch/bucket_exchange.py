@@ -153,7 +153,7 @@ class DdpBucketExchange:
             device=buffer.device,
             arrays=self._averager.communicator.arrays,
             finish=finish,
-            told=placed,
+            convert_error=placed,
         )
 
     def _begin(

@@ -410,7 +410,7 @@ class GradientSynchronizer:
                 comm,
                 arrays,
                 has_it=not self._joining,
-                alike=f"{self._identity()['layout']} {self._signature}",
+                signature=f"{self._identity()['layout']} {self._signature}",
                 give=lambda: pack_arrays(self._common()),
                 take=lambda text: self._take_common(unpack_arrays(text)),
             )

@@ -265,9 +265,9 @@ MISPLACED = {
     "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
     "kind of mode": "is no synchronisation mode",
     "density": "density must be above 0 and at most 1, got '0.01'; give for example 0.01",
-    "wire": "wire 'float16' is no format; give for example collectives.wire.WireFormat(values='float16')",
-    "parameters": "a Branches is no list of parameters; give model.parameters()",
-    "named": "a tuple is no parameter; give model.parameters()",
+    "wire": "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(values='float16')",
+    "parameters": "parameters must be tensors, got a Branches; give model.parameters()",
+    "named": "parameters must be tensors, got a tuple; give model.parameters()",
     "ranks of norms": "a str has no ranks that share norms; give a Communicator, a HookState",
     "late ranks": "ranks in mode ASP() have parameters of their own",
     "state": "a ProcessGroup is no state of the hook; write model.register_comm_hook(HookState(), topoplan_hook)",
@@ -361,7 +361,7 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compress": "int8"}, "gradients cannot travel as 'int8'; use float16 or bfloat16"),
+        ({"compress": "int8"}, "compress must be float16 or bfloat16, got 'int8'"),
         ({"compress": "float16", "density": 0.1}, "compress is for dense gradients"),
         ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
         ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),

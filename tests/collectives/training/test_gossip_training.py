@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=pair)
     with pytest.raises(UsageError, match="seed -1 must be a whole number of 0 or more"):
         Gossip(SPEED, seed=-1)
-    with pytest.raises(UsageError, match="exchanges whole gradients or parameters; leave the density out"):
+    with pytest.raises(UsageError, match="exchanges dense gradients or parameters; leave the density out"):
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED), density=0.1)
     with GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
         synchronizer.step(weights)

@@ -133,7 +133,7 @@ def test_a_block_that_has_no_codes_on_some_rank_is_nan_on_all(wrong: float, bits
     ("gradient", "options", "words"),
     [
         (np.zeros(4, np.float32), {"codes": 12}, "codes of 12 bits cannot be added; choose 8 or 16"),
-        (np.zeros(4, np.float32), {"codes": 8, "density": 0.1}, "codes is for whole gradients in step"),
+        (np.zeros(4, np.float32), {"codes": 8, "density": 0.1}, "codes is for dense gradients in mode bsp"),
         (np.zeros(4, np.float32), {"codes": 8, "low_rank": 2}, "give low_rank or codes"),
         (np.zeros(4, np.int64), {"codes": 8}, "int64 need no codes"),
     ],

@@ -213,7 +213,7 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
 def test_a_residual_of_another_length_is_refused() -> None:
     memory = FilterState()
     memory.keep([BucketPart("weight", 0, 4, (4,))], [np.ones(4)])
-    with pytest.raises(UsageError, match="4 elements are kept for weight, which has 3"):
+    with pytest.raises(UsageError, match="residual of weight must have 3 elements, got 4"):
         memory.add_to([BucketPart("weight", 0, 3, (3,))], [np.zeros(3)])
 
 

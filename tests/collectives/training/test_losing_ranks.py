@@ -190,7 +190,9 @@ def test_what_cannot_go_on_is_refused_when_it_is_made(options: dict[str, Any], t
 
 def test_ranks_of_one_process_die_together_and_uneven_ranks_need_a_divisor_that_is_known() -> None:
     plan = plan_for(2)
-    with pytest.raises(UsageError, match="needs a process for each rank, and the loopback back end has all in one"):
+    with pytest.raises(
+        UsageError, match="needs a process for each rank, and the loopback back end has all in one"
+    ):
         GradientSynchronizer([[np.ones(3)]] * 2, plan, backend="loopback", on_failure="shrink")
 
     def body(backend: TcpBackend, rank: int) -> Any:
@@ -263,7 +265,7 @@ def test_who_comes_with_other_parameters_is_refused_and_the_others_go_on() -> No
             backend.close()
             assert given.wait(20)
             other = GradientSynchronizer([np.zeros(4)], invitation=invitation[0], bucket_bytes=600)
-            with other, pytest.raises(UsageError, match="make the synchronizer alike"):
+            with other, pytest.raises(UsageError, match="make the synchronizer with the same arguments"):
                 other.grow([np.zeros(4)])
             return None
         with own:

@@ -121,7 +121,7 @@ def test_the_report_says_what_was_sent() -> None:
         ({"significance": -1.0}, "a threshold of -1.0 is none"),
         ({"significance": float("nan")}, "a threshold of nan is none"),
         ({"significance": 0.1, "codes": 8}, "give codes or significance"),
-        ({"significance": 0.1, "density": 0.1}, "significance is for whole gradients in step"),
+        ({"significance": 0.1, "density": 0.1}, "significance is for dense gradients in mode bsp"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
