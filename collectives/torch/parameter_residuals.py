@@ -191,7 +191,7 @@ class ParameterResiduals:
         found = _merge_residuals(waiting, there)
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
 
-    def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
+    def snapshot(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
         """Return a function that restores the present residuals at any time, and copies of them on the host."""
         kept = self._communicator.sparse_state()
         state: dict[str, list[Mapping[str, Any]]] = {key: [*listed] for key, listed in kept.items()}

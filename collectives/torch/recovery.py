@@ -284,7 +284,7 @@ class RecoveringExchange(DdpBucketExchange):
     def _again(self) -> None:
         """Exchange the buckets of this step anew."""
         self._failure = None
-        assert self._before is not None, "marked when the step began"
+        assert self._before is not None, "taken when the step began"
         self._before()
         for one in self._held:
             one.restore()
@@ -370,9 +370,9 @@ class RecoveringExchange(DdpBucketExchange):
         The norm of the residuals goes into the next messages.
         """
         if self._averager.settings.density is not None:
-            back, lines = self.residuals.marked()
+            back, lines = self.residuals.snapshot()
         else:
-            back, lines = self._averager.marked()
+            back, lines = self._averager.snapshot()
         self._residual_size = LostResiduals.of(lines)
         return back
 

@@ -160,7 +160,7 @@ class FilterState:
         self._unused = {*self.residuals, *self.arrays}
         self._since = 0
 
-    def marked(self) -> tuple[Callable[[], None], dict[str, list[Line]]]:
+    def snapshot(self) -> tuple[Callable[[], None], dict[str, list[Line]]]:
         """Return a function that restores the present state, any number of times, and copies of the residuals."""
         state, unused, since = self.state(), set(self._unused), self._since
 
@@ -177,7 +177,7 @@ class FilterState:
         self._since += 1
         if self._since > SETTLED:
             found = describe_state(self.drop_unused())
-            why = "buckets or parameters are others than when the state was saved"
+            why = "buckets or parameters differ from those of the saved state"
             warn_of_unused_state([found], why)
 
     def drop_unused(self) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_what_is_lost_in_other_buckets_is_told_of_once(told: Told, name: str) ->
     """Parameters are known by the order in which buckets bring them, so nothing is mistaken for something else."""
     for one in told:
         (warning,) = one["restored"][name]["other buckets"]
-        assert warning.startswith("buckets are others than when the state was saved")
+        assert warning.startswith("buckets differ from those of the saved state")
         assert "residuals of " in warning
         assert ("warm start" in warning) == (name != "significance")
     assert len({one["restored"][name]["digest"] for one in told}) == 1

@@ -203,7 +203,7 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
                 stepped(averager, [(0,), (1,)], seed)
         with pytest.warns(
             UserWarning,
-            match=r"are others .* of 1 parameter \(126 elements, .*\) and 2 warm starts or sketches .* not used",
+            match=r"differ from .* of 1 parameter \(126 elements, .*\) and 2 warm starts or sketches .* not used",
         ):
             stepped(averager, [(0,), (1,)], 2)
         assert sorted(averager.filter_state()["residuals"]) == ["parameter 0", "parameter 1"]

@@ -101,7 +101,7 @@ def test_nothing_is_lost_of_sparse_gradients() -> None:
     [
         ({}, {}, "join needs either use"),
         ({}, {"use": list, "parameters": []}, "join needs either use"),
-        ({}, {"use": list, "divide_by": "some"}, "not divided by 'some'; use present or all"),
+        ({}, {"use": list, "divide_by": "some"}, "divide_by must be present or all, got 'some'"),
         (
             {"mode": "local:2"},
             {"use": list},
