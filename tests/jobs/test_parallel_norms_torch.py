@@ -81,7 +81,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them_before_anything_moves(
     for one in told:
         kind, message, unmoved = one["disagreements"][name]
         assert kind == "UsageError"
-        assert message.startswith("rank 1 and rank 0 do not mean the same layers: ")
+        assert message.startswith("rank 1 and rank 0 differ: ")
         assert clause in message
         assert unmoved
         assert one["disagreements"]["none"] is None

@@ -268,8 +268,8 @@ MISPLACED = {
     "wire": "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(values='float16')",
     "parameters": "parameters must be tensors, got a Branches; give model.parameters()",
     "named": "parameters must be tensors, got a tuple; give model.parameters()",
-    "ranks of norms": "a str has no ranks that share norms; give a Communicator, a HookState",
-    "late ranks": "ranks in mode ASP() have parameters of their own",
+    "ranks of norms": "communicator must be a Communicator, a HookState or a GradientSynchronizer, got a str",
+    "late ranks": "ranks in mode ASP() have parameters and norms of their own",
     "state": "a ProcessGroup is no state of the hook; write model.register_comm_hook(HookState(), topoplan_hook)",
 }
 

@@ -496,7 +496,10 @@ def test_a_state_of_an_earlier_format_is_taken_in_units_of_the_scale_of_now() ->
     for key, listed in state["residuals"].items():
         for one, other in zip(listed, again["residuals"][key], strict=True):
             assert np.array_equal(one["residual"], other["residual"])
-    with sparse(gradients) as synchronizer, pytest.raises(UsageError, match=r"must have format .*, got other"):
+    with (
+        sparse(gradients) as synchronizer,
+        pytest.raises(UsageError, match=r"must have format .*, got other"),
+    ):
         synchronizer.load_state_dict({**state, "format": "other"})
 
 

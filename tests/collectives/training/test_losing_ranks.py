@@ -156,8 +156,8 @@ def test_the_report_says_who_was_lost_and_the_caller_is_told_before_the_averages
     _, *others = backends_in_threads(3, body)
     for change, note in others:
         assert re.fullmatch(
-            r"step 2, from bucket 0 on: without rank 0, 2 ranks(; exchanged again: bucket 0)?; what 1 rank had kept is "
-            r"lost \(how much is not known, this rank keeps a norm of \d[\d.]*\)",
+            r"step 2, from bucket 0 on: without rank 0, 2 ranks(; exchanged again: bucket 0)?; residuals of 1 rank are "
+            r"lost \(their norm is not known, that of this rank is \d[\d.]*\)",
             change,
         )
         assert note.startswith("  epoch 1: without rank 0: 2 ranks (gpu1 gpu2) at ")

@@ -148,5 +148,5 @@ def test_the_clock_model_stands_beside_the_measured_rate() -> None:
     assert told.predicted("local:4", slow) < told.predicted("asp")
     with pytest.raises(UsageError, match="mode 'late' is no synchronisation mode"):
         told.predicted("late")
-    with pytest.raises(UsageError, match="no step has ended"):
+    with pytest.raises(UsageError, match="needs a step that has ended"):
         report(Recorder("test", ranks=3)).predicted()
