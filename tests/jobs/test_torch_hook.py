@@ -262,10 +262,10 @@ def test_a_plan_may_be_named_by_its_file_or_its_machine(four: Told) -> None:
 
 
 MISPLACED = {
-    "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
-    "kind of mode": "is no synchronisation mode",
+    "mode": "mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
+    "kind of mode": "mode must be BSP()",
     "density": "density must be above 0 and at most 1, got '0.01'; give for example 0.01",
-    "wire": "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(values='float16')",
+    "wire": "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(",
     "parameters": "parameters must be tensors, got a Branches; give model.parameters()",
     "named": "parameters must be tensors, got a tuple; give model.parameters()",
     "ranks of norms": "communicator must be a Communicator, a HookState or a GradientSynchronizer, got a str",

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     pair = Gossip([[0, 1], [1, 0]])
     with pytest.raises(UsageError, match=r"^Gossip\(2 ranks, .*\) must be for 4 ranks, got 2$"):
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=pair)
-    with pytest.raises(UsageError, match="seed -1 must be a whole number of 0 or more"):
+    with pytest.raises(UsageError, match="seed must be a whole number of 0 or more, got -1"):
         Gossip(SPEED, seed=-1)
     with pytest.raises(UsageError, match="exchanges dense gradients or parameters; leave the density out"):
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED), density=0.1)

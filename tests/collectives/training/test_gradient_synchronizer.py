@@ -332,7 +332,7 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         GradientSynchronizer(gradients, no_plan, backend="loopback")
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         GradientSynchronizer(gradients, "nowhere.json", backend="loopback")
-    with pytest.raises(UsageError, match=r"mode 'local' is no synchronisation mode"):
+    with pytest.raises(UsageError, match=r"mode must be BSP.* got 'local'"):
         made(gradients, mode="local")
 
 

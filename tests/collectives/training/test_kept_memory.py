@@ -243,5 +243,5 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
 
 
 def test_there_are_no_other_matrices_than_of_buckets_and_layers() -> None:
-    with pytest.raises(UsageError, match="there are no matrices 'rows' of a low rank; use bucket or layers"):
+    with pytest.raises(UsageError, match="matrices of a low rank must be bucket or layers, got 'rows'"):
         LowRank(2, matrices="rows")
