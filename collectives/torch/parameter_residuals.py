@@ -258,6 +258,11 @@ def real_count(tensor: torch.Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return real and imaginary parts of a complex tensor, in its memory unless it is conjugated when read."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def gradient_view(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a parameter as a view of its part of DDP's buffer, an (n,) line of real numbers.
 

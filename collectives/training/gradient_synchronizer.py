@@ -89,7 +89,7 @@ class GradientSynchronizer:
     significance : Significance or float, optional
         Filter of significant entries of dense gradients (`collectives.training.gradient_filters`), or its threshold.
     loss_scale : float, callable or GradScaler, optional
-        What multiplies gradients, the same on all ranks: the number, a function that returns it, or an object with
+        Factor of gradients, the same on all ranks: the number, a function that returns it, or an object with
         ``get_scale()``, asked once a step. Residuals follow it; without it, residuals of one scale are added to
         gradients of another. If an average is not finite, all ranks see that, and residuals are as before the step:
         skip the step, as GradScaler does.

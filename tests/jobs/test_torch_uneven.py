@@ -63,8 +63,8 @@ def test_what_one_rank_raises_inside_join_the_others_hear(told: Told) -> None:
 
 def test_join_is_for_a_wrapped_model_and_steps_that_wait(told: Told) -> None:
     for one in told:
-        assert "a Branches is no DistributedDataParallel" in one["refused_joins"]["no model"]
-        assert "those of LocalSGD(every=2) do not" in one["refused_joins"]["mode"]
+        assert "model must be a DistributedDataParallel, got a Branches" in one["refused_joins"]["no model"]
+        assert "whose steps wait for all ranks, got LocalSGD(every=2)" in one["refused_joins"]["mode"]
 
 
 @pytest.mark.parametrize("name", ["use", "parameters"])
