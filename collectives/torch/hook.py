@@ -85,18 +85,10 @@ class HookState:
         By default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
         there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
         go through the host, and a warning says so.
-    exchange, momentum, wire
-        For sparse gradients, as in `Communicator.sparse_all_reduce`.
+    exchange, momentum, wire, low_rank, codes, significance
+        As in `collectives.GradientSynchronizer`.
     compress : str, optional
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
-    low_rank : LowRank or int, optional
-        Low-rank factors that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
-        rank.
-    codes : IntegerCodes or int, optional
-        Integer codes that travel and are added in place of dense gradients (`collectives.training.gradient_filters`),
-        or their bits: 8 or 16.
-    significance : Significance or float, optional
-        Filter of significant entries of dense gradients (`collectives.training.gradient_filters`), or its threshold.
     loss_scale : GradScaler, float or callable, optional
         Factor of the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
         number, or a function that returns it; asked once a step. Residuals of ``density``, ``low_rank`` and

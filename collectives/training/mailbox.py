@@ -119,11 +119,6 @@ class Mailbox:
             pulled, self._inbox = self._inbox, {}
             return pulled
 
-    def clocks(self) -> Mapping[int, int]:
-        """Return the known clocks of the other ranks."""
-        with self._changed:
-            return dict(self._clocks)
-
     def wait_to_begin(self, bound: int | None) -> None:
         """Wait until this rank's clock is at most `bound` steps ahead of all others (`modes.may_begin`).
 

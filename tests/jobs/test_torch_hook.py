@@ -270,7 +270,7 @@ MISPLACED = {
     "named": "parameters must be tensors, got a tuple; give model.parameters()",
     "ranks of norms": "communicator must be a Communicator, a HookState or a GradientSynchronizer, got a str",
     "late ranks": "ranks in mode ASP() have parameters and norms of their own",
-    "state": "state must be a HookState, got a ProcessGroup; write model.register_comm_hook(HookState(), topoplan_hook)",
+    "state": "state must be a HookState, got a ProcessGroup; write model.register_comm_hook(",
 }
 
 
