@@ -146,10 +146,12 @@ class HookState:
     BackendError
         The rendezvous of the ranks failed.
 
-    Notes ----- A run that is restored from a checkpoint continues bit for bit if its buckets are the same: with one
-    bucket, or with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, and entries are
-    chosen from these for one step; low ranks of whole buckets need the same order of parameters in them too, and those
-    of layers do not. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    Notes
+    -----
+    A run that is restored from a checkpoint continues bit for bit if its buckets are the same: with one bucket, or with
+    ``find_unused_parameters=True``. Else DDP begins with its first buckets again, and entries are chosen from these for
+    one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers do not. A
+    parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
 
     A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and the result of
     `state_dict`, but no connection: ``communicator`` is None until it connects to the other ranks in its first step or
@@ -233,8 +235,7 @@ class HookState:
         if alone and (plan is not None or on_failure != "shrink" or self.size > 1):
             raise UsageError(
                 "a rank with an invitation joins the plan of the others; give on_failure='shrink', no plan, and a "
-                "process "
-                "group of this rank alone"
+                "process group of this rank alone"
             )
         fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
         how = settings() if alone else agreed_settings(settings, gather, fails)
@@ -284,9 +285,8 @@ class HookState:
             if on_failure == "shrink":
                 if not can_recover(backend):
                     raise UsageError(
-                        "on_failure='shrink' needs gradients on the CPU, among ranks that can connect to each other, "
-                        "got the "
-                        f"{backend.name} back end"
+                        "on_failure='shrink' needs gradients on the CPU, among ranks that can connect, got "
+                        f"the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
                 in_step = RecoveringExchange(within, numbers, self._changes)
@@ -310,7 +310,7 @@ class HookState:
         self._arguments["loss_scale"], self._lacks_scale = given, False
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Register the hook: ``model.register_comm_hook(state, topoplan_hook)``, with checks for ``on_failure="shrink"``.
+        """Register the hook with a model; needed in place of ``register_comm_hook`` with ``on_failure="shrink"``.
 
         Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows if DDP
         looks for unused parameters; torch itself ends such a backward with "Expected sparse gradient to be defined".
@@ -595,8 +595,7 @@ class HookState:
             return
         text = (
             "model.join() does not pass the number of ranks with data to the hook, and modes other than bsp do not "
-            "wait "
-            "for it; write `with state.join(model):` in its place, in mode bsp"
+            "wait for it; write `with state.join(model):` in its place, in mode bsp"
         )
         if self.communicator is not None:
             with suppress(BackendError):
@@ -685,9 +684,8 @@ class HookState:
             return
         if self._changed:
             raise UsageError(
-                "this copy is of a HookState whose membership has changed, and its process group is that from before; "
-                "make "
-                "a HookState for the present ranks, and load state_dict() of the copy"
+                "this copy is of a HookState whose membership has changed, and its process group is that from "
+                "before; make a HookState for the present ranks, and load state_dict() of the copy"
             )
         if self._lacks_scale:
             raise UsageError(

@@ -65,8 +65,7 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         if shared is not None and not shared.one_rank:
             raise UsageError(
                 f"a torch optimizer needs a process for each rank, and the {shared.backend} back end has several "
-                "ranks in "
-                "this one; use another"
+                "ranks in this one; use another"
             )
         super().__init__(params, {**defaults, "adapt": True})
         self._communicator = shared

@@ -170,8 +170,7 @@ class ParameterResiduals:
             if kept.residual.numel() != stop - start:
                 raise UsageError(
                     f"the residual of parameter {number} must have {stop - start} elements, got "
-                    f"{kept.residual.numel()}; "
-                    "load the checkpoint into the model that it was saved from"
+                    f"{kept.residual.numel()}; load the checkpoint into the model that it was saved from"
                 )
             residual[start:stop] = kept.residual
             if velocity is not None and kept.velocity is not None:

@@ -100,8 +100,7 @@ class FilterState:
             if kept[0].size != part.stop - part.start:
                 raise UsageError(
                     f"the residual of {part.name} must have {part.stop - part.start} elements, got {kept[0].size}; "
-                    "load a "
-                    "checkpoint into the model that it was saved from"
+                    "load a checkpoint into the model that it was saved from"
                 )
             for line, residual in zip(lines, kept, strict=True):
                 line[part.start : part.stop] += residual if scale == 1 else residual * scale
@@ -272,8 +271,7 @@ def send_to_joining_ranks(
         if comm.seats[comm.rank] in foreign:
             raise UsageError(
                 "parameters, settings and arrays must be those of the other ranks, got others; make the synchronizer "
-                "with "
-                "the same arguments"
+                "with the same arguments"
             )
         lacking = {seat for seat, (has, _) in places.items() if not has}
         if not lacking:

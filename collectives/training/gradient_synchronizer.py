@@ -340,8 +340,7 @@ class GradientSynchronizer:
             if (use is None) == (parameters is None):
                 raise UsageError(
                     "join needs either use=..., which takes the averages as the optimizer does, or parameters=...; "
-                    "else "
-                    "ranks that run out of data keep old parameters"
+                    "else ranks that run out of data keep old parameters"
                 )
             if not isinstance(self.mode, BSP):
                 raise UsageError(f"join needs mode bsp, whose steps wait for all ranks, got {self.mode}")
@@ -479,8 +478,7 @@ class GradientSynchronizer:
         if stale and parameters is not None and use is None:
             raise UsageError(
                 f"finish(parameters) in {self.mode} needs use=..., which takes late gradients as the optimizer does "
-                "before "
-                "parameters are averaged"
+                "before parameters are averaged"
             )
         rest = None
         if stale:
@@ -571,8 +569,7 @@ class GradientSynchronizer:
         if self._proximal is not None and "proximal" not in state:
             raise UsageError(
                 f"the state was saved in another mode than {self.mode}, without the parameters of the last average; "
-                "restore "
-                "it with the same mode"
+                "restore it with the same mode"
             )
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
@@ -646,8 +643,7 @@ class GradientSynchronizer:
         if not comm.one_rank:
             raise UsageError(
                 f"on_failure='shrink' needs a process for each rank, and the {comm.backend} back end has all in one; "
-                "leave "
-                "it out"
+                "leave it out"
             )
         if not isinstance(self.mode, BSP | LocalSGD):
             raise UsageError(

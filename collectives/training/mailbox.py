@@ -153,8 +153,7 @@ class Mailbox:
                     raise self._fail(
                         slowest,
                         f"waited {self._timeout:g} s for rank {slowest} to finish; call finish on all ranks, with "
-                        "similar "
-                        "numbers of batches",
+                        "similar numbers of batches",
                     )
             sums, self._inbox = self._inbox, {}
             self._gone.clear()
