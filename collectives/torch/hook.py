@@ -68,6 +68,7 @@ class HookState:
 
     All ranks of the group make one, with the same arguments. If no plan can be made for the job, or the group's library
     cannot carry one, all of them warn once with the reason and use torch's own allreduce of dense gradients, in step.
+    Every method raises `BackendError` if another rank fails, or does not make the same call within the timeout.
 
     Parameters
     ----------
@@ -366,8 +367,6 @@ class HookState:
         UsageError
             ``on_failure="shrink"`` or ``parameters`` is missing; or this rank has joined with another model or
             settings.
-        BackendError
-            Another failure.
         """
         self._meet()
         buckets, module = self.buckets, model.module
@@ -436,8 +435,6 @@ class HookState:
         UsageError
             On some rank the state is of another rank or another momentum: raised on all, and nothing has changed. Or
             this rank has joined and has not called `grow`.
-        BackendError
-            Another rank failed, or does not call it.
         """
         self._meet()
         if isinstance(self.buckets, RecoveringExchange):
@@ -498,8 +495,6 @@ class HookState:
         ------
         UsageError
             These are not parameters.
-        BackendError
-            Another rank failed.
         """
         listed = tensors_of(parameters)
         if self._copied is None and isinstance(self.buckets, ModeExchange):
@@ -526,8 +521,6 @@ class HookState:
         ------
         UsageError
             No optimizer has moved the parameters, and ``step`` is not given.
-        BackendError
-            Another rank failed, or does not finish within the timeout.
         """
         if self._copied is not None:
             return  # a copy without a step

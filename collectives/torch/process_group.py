@@ -135,11 +135,16 @@ def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: 
         made.append(make())
         return f"{made[0]}{more}"
 
+    _agreed_text(gather, text)
+    return made[0]
+
+
+def _agreed_text(gather: Gather, text: Callable[[], str], name: str = "") -> str:
     first, *others = gather_or_raise(gather, text)
     for rank, one in enumerate(others, start=1):
         if one != first:
-            raise UsageError(f"rank {rank} has {one}, and rank 0 {first}; give all ranks the same settings")
-    return made[0]
+            raise UsageError(f"rank {rank} has {name}{one}, and rank 0 {first}; give all ranks the same")
+    return first
 
 
 def gather_by(group: dist.ProcessGroup) -> Gather:
@@ -420,13 +425,7 @@ def agreed_on_failure(gather: Gather) -> str:
             raise UsageError(f"{ON_FAILURE} must be raise or shrink, got {found!r}")
         return found
 
-    first, *others = gather_or_raise(gather, text)
-    for rank, one in enumerate(others, start=1):
-        if one != first:
-            raise UsageError(
-                f"rank {rank} has {ON_FAILURE}={one}, and rank 0 {first}; set it to the same value"
-            )
-    return first
+    return _agreed_text(gather, text, f"{ON_FAILURE}=")
 
 
 def _delegated(name: str) -> Callable[..., Any]:

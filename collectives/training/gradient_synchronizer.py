@@ -59,8 +59,8 @@ class GradientSynchronizer:
     once.
 
     Invalid arguments raise `UsageError` before any array is written, and `BackendError` on the other ranks, so that
-    none waits. If another rank fails, `BackendError` names training step and bucket; each out array is then complete or
-    untouched.
+    none waits. If another rank fails, or does not make the same call within the timeout, every method raises
+    `BackendError`, with training step and bucket; each out array is then complete or untouched.
 
     Parameters
     ----------
@@ -239,8 +239,6 @@ class GradientSynchronizer:
             On all ranks, if each is a process: the arguments of one are invalid, or its density or loss scale raises.
             Buckets before the refused one have been exchanged; the others are not. Residuals are as before the step,
             and the next call repeats the step.
-        BackendError
-            Another rank failed.
         """
         with self._refuse_on_error():
             self._check_calls()
@@ -390,8 +388,6 @@ class GradientSynchronizer:
         ------
         UsageError
             A step is not over; or a joining rank has other parameters, settings or arrays, and the others exclude it.
-        BackendError
-            Another rank failed.
         """
         comm = self.communicator
         with self._refuse_on_error("growing"):
@@ -426,11 +422,6 @@ class GradientSynchronizer:
         ----------
         parameters : as those given to the constructor, writeable
             Changed in place; not touched in other modes.
-
-        Raises
-        ------
-        BackendError
-            Another rank failed.
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
@@ -467,8 +458,6 @@ class GradientSynchronizer:
         ------
         UsageError
             `LocalSGD` or `Gossip` lack the parameters, or `SSP` and `ASP` have them without ``use``.
-        BackendError
-            Another rank failed, or does not finish within the timeout.
         """
         stale = isinstance(self.mode, SSP | ASP)
         if isinstance(self.mode, LOCAL_MODES) and parameters is None and self._diverged:
@@ -521,8 +510,6 @@ class GradientSynchronizer:
         UsageError
             On some rank the state is of other parameters, other buckets or another rank: raised on all, and nothing has
             changed. Or this rank has joined and has not called `grow`.
-        BackendError
-            Another rank failed, or does not call it.
         """
         if self._joining:
             raise UsageError(
@@ -586,10 +573,7 @@ class GradientSynchronizer:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
