@@ -1,4 +1,4 @@
-"""Run the collectives of the process group "topoplan": by a plan, or by gloo and NCCL beneath.
+"""Run the collectives of the process group "topoplan": by a plan, or by inner groups of gloo and NCCL.
 
 Every collective checks its arguments first, and all ranks refuse wrong ones. Collectives by plan, and those of gloo for
 tensors on the CPU, run in one order and only once all ranks agree on them, so a call that has a plan on some ranks only
@@ -55,7 +55,7 @@ class GroupCollectives(dist.ProcessGroup):
     communicator: Communicator | None
     _block: list[dist.Work] | None
     """Works of a block that ends in one work; None outside of one."""
-    _left: list[Handle[Any]]
+    _timed_out: list[Handle[Any]]
     """Collectives for which a wait has timed out."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class GroupCollectives(dist.ProcessGroup):
         if self._carries(inputs, None):
             return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in outputs[0]]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.allgather([lines], [flat], *given_options(opts)),
             inputs,
             outputs,
@@ -166,7 +166,7 @@ class GroupCollectives(dist.ProcessGroup):
             for one, row in zip(outputs, rows, strict=True):
                 copy_lines(one, as_types(row, one))
 
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.allgather_coalesced(rows, flats, *given_options(opts), *others),
             inputs,
             outputs,
@@ -187,7 +187,7 @@ class GroupCollectives(dist.ProcessGroup):
             (line_of(input), line_of(output)) if carried else (moved_line(input), moved_line(output))
         )
         if not carried:
-            return self._beneath(
+            return self._by_inner_group(
                 lambda: self.inner._allgather_base(whole, flat, *given_options(opts)),
                 [input],
                 [output],
@@ -234,7 +234,7 @@ class GroupCollectives(dist.ProcessGroup):
         whole = joined_line(inputs[0])
         if self._reduces([*inputs[0], *outputs], opts):
             return self._scattered(outputs, whole, opts)
-        return self._scattered_beneath(outputs[0], whole, opts)
+        return self._scattered_by_inner_group(outputs[0], whole, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         def check() -> None:
@@ -244,7 +244,7 @@ class GroupCollectives(dist.ProcessGroup):
         self._check_on_all(check)
         if self._reduces([input, output], opts):
             return self._scattered([output], line_of(input), opts)
-        return self._scattered_beneath(output, line_of(input), opts)
+        return self._scattered_by_inner_group(output, line_of(input), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def check() -> None:
@@ -333,7 +333,7 @@ class GroupCollectives(dist.ProcessGroup):
 
         listed = self._check_on_all(check)
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in listed]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.gather([lines] if lines else [], [flat], opts),
             inputs,
             outputs,
@@ -363,7 +363,7 @@ class GroupCollectives(dist.ProcessGroup):
 
         listed = self._check_on_all(check)
         flat, lines = moved_line(outputs[0]), [moved_line(one) for one in listed]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
             outputs,
             outputs,
@@ -376,7 +376,7 @@ class GroupCollectives(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, *others: Any) -> Any:
         self._planned()
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.barrier(*given_options(opts), *others), [], [], opts, collective="barrier"
         )
 
@@ -441,9 +441,9 @@ class GroupCollectives(dist.ProcessGroup):
             opts,
         )
 
-    def _scattered_beneath(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
+    def _scattered_by_inner_group(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
         flat = line_of(output)
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner._reduce_scatter_base(flat, whole, *given_options(opts)),
             [whole],
             [output],
@@ -466,7 +466,7 @@ class GroupCollectives(dist.ProcessGroup):
         op: str | None = "split",
         then: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run an all-to-all of given counts from and to each rank by the group beneath, in bytes."""
+        """Run an all-to-all of given counts from and to each rank by the inner group, in bytes."""
         flat, whole, itemsize = moved_line(input), moved_line(output), input.element_size()
         itemsize = itemsize if flat.dtype == torch.uint8 else 1
         counts = [[itemsize * one for one in listed] for listed in (received, sent)]
@@ -480,7 +480,7 @@ class GroupCollectives(dist.ProcessGroup):
             copy_lines([output], as_types([whole], [output]))
             then()
 
-        return self._beneath(run, [input], results, opts, finish, collective="alltoall", op=op)
+        return self._by_inner_group(run, [input], results, opts, finish, collective="alltoall", op=op)
 
     def _in_place(
         self,
@@ -493,10 +493,10 @@ class GroupCollectives(dist.ProcessGroup):
         moved: bool = False,
         written: bool = True,
     ) -> Any:
-        """Run a collective of the group beneath on tensors that are input and result, as lines."""
+        """Run a collective of the inner group on tensors that are input and result, as lines."""
         dense = all(one.layout == torch.strided for one in tensors)
         lines = [(moved_line(one) if moved else line_of(one)) if dense else one for one in tensors]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: getattr(self.inner, name)(lines, *given_options(opts)),
             tensors,
             tensors,
@@ -508,7 +508,7 @@ class GroupCollectives(dist.ProcessGroup):
             count=sum(one.numel() for one in tensors),
         )
 
-    def _beneath(
+    def _by_inner_group(
         self,
         call: Callable[[], Any],
         inputs: Sequence[torch.Tensor],
@@ -517,9 +517,9 @@ class GroupCollectives(dist.ProcessGroup):
         finish: Callable[[], None] = lambda: None,
         **agreed: Any,
     ) -> Any:
-        """Run a collective by the group beneath: on the CPU in the order of those by plan, once all ranks agree on it.
+        """Run a collective by the inner group: on the CPU in the order of those by plan, once all ranks agree on it.
 
-        `call` starts it and returns the work of the group beneath; `finish` copies the results to the caller's tensors;
+        `call` starts it and returns the work of the inner group; `finish` copies the results to the caller's tensors;
         `agreed` must be the same on all ranks (`Communicator.run_in_order`).
         """
         comm = self.communicator
@@ -530,7 +530,7 @@ class GroupCollectives(dist.ProcessGroup):
         handle = comm.run_in_order(lambda: call().wait(), dtype=types, **agreed)
         device = torch.device("cpu")
         future = future_of(handle, results, device=device, arrays=comm.arrays, finish=finish)
-        return self._record(PlannedWork(handle, future, results, self._left.append), opts)
+        return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
 
     def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
         """Receive into tensors of any strides."""
@@ -563,7 +563,7 @@ class GroupCollectives(dist.ProcessGroup):
         handle = start(self.communicator)
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
-        return self._record(PlannedWork(handle, future, tensors, self._left.append), opts)
+        return self._record(PlannedWork(handle, future, tensors, self._timed_out.append), opts)
 
     def _record(self, work: dist.Work, opts: Any) -> dist.Work | None:
         """Return a work; keep it in a block that ends in one work, and return it for asynchronous calls only."""
@@ -584,14 +584,14 @@ class GroupCollectives(dist.ProcessGroup):
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
-        """Whether a plan can reduce tensors so."""
+        """Return whether a plan can reduce tensors so."""
         op, factor = operation_of(opts)
         if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
             return False
         return self._carries(tensors, op)
 
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
-        """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
+        """Return whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
         for tensor in tensors:
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in TORCH_DTYPES:
                 return False

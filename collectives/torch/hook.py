@@ -197,9 +197,9 @@ class HookState:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
         """State of a copy that has not connected to the other ranks yet, from `state_dict`."""
-        self._seen: tuple[set[int], bool] = (set(), False)
+        self._seen_parameters: tuple[set[int], bool] = (set(), False)
         self._changed = invitation is not None
-        self._lacks_scale = False
+        self._without_scale = False
 
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
@@ -259,7 +259,7 @@ class HookState:
                 on_error.callback(comm.close)
                 self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
                 within = InStepAverager(comm, how, self.recorder, scale)
-                self.buckets = RecoveringExchange(within, numbers, self._changes, has_it=False)
+                self.buckets = RecoveringExchange(within, numbers, self._report_change, has_it=False)
                 log_start(comm, how)
                 on_error.pop_all()
             return
@@ -290,7 +290,7 @@ class HookState:
                         f"the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
-                in_step = RecoveringExchange(within, numbers, self._changes)
+                in_step = RecoveringExchange(within, numbers, self._report_change)
             self.buckets = in_step
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
@@ -308,7 +308,7 @@ class HookState:
     @loss_scale.setter
     def loss_scale(self, given: GivenScale | None) -> None:
         self._loss_scale.use(given)
-        self._arguments["loss_scale"], self._lacks_scale = given, False
+        self._arguments["loss_scale"], self._without_scale = given, False
 
     def register(self, model: DistributedDataParallel) -> None:
         """Register the hook with a model; needed in place of ``register_comm_hook`` with ``on_failure="shrink"``.
@@ -326,7 +326,7 @@ class HookState:
         UsageError
             model is not a DistributedDataParallel, or uses its group in each step; or this state is registered already.
         """
-        self._meet()
+        self._connect()
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
                 f"model must be a DistributedDataParallel, got a {type(model).__name__}; give register the wrapped "
@@ -368,7 +368,7 @@ class HookState:
             ``on_failure="shrink"`` or ``parameters`` is missing; or this rank has joined with another model or
             settings.
         """
-        self._meet()
+        self._connect()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, RecoveringExchange):
             raise UsageError("grow() needs on_failure='shrink'; give it to HookState")
@@ -436,7 +436,7 @@ class HookState:
             On some rank the state is of another rank or another momentum: raised on all, and nothing has changed. Or
             this rank has joined and has not called `grow`.
         """
-        self._meet()
+        self._connect()
         if isinstance(self.buckets, RecoveringExchange):
             self.buckets.check_has_it()
         comm = self.communicator
@@ -560,7 +560,7 @@ class HookState:
             raise UsageError(
                 f"model must be a DistributedDataParallel, got a {type(model).__name__}; give join the wrapped model"
             )
-        self._meet()
+        self._connect()
         if isinstance(self.buckets, RecoveringExchange):
             raise UsageError(
                 "join uses DDP's process group, which cannot lose a rank; leave on_failure='shrink' out with it"
@@ -627,7 +627,7 @@ class HookState:
                 memo.get(id(one), one) for one in listed
             ]  # parameters of a model copied with it
         made: HookState = HookState.__new__(HookState)
-        made._become_copy(arguments, self.state_dict(), self._changed, self._lacks_scale)
+        made._init_copy(arguments, self.state_dict(), self._changed, self._without_scale)
         memo[id(self)] = made
         return made
 
@@ -637,7 +637,7 @@ class HookState:
                 "a HookState with group= cannot be pickled, since a process group belongs to its process; save "
                 "state.state_dict()"
             )
-        arguments, lacks_scale = dict(self._arguments), self._lacks_scale
+        arguments, lacks_scale = dict(self._arguments), self._without_scale
         if not isinstance(arguments["loss_scale"], Real | FunctionType | None):
             arguments["loss_scale"], lacks_scale = None, True
         return {
@@ -649,13 +649,13 @@ class HookState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacks_scale = state.get("lacks_scale", False)
-        self._become_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
+        self._init_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
 
-    def _become_copy(
+    def _init_copy(
         self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
     ) -> None:
         """Set the state of a copy that has not connected to the other ranks."""
-        self._loss_scale, self._lacks_scale = LossScale(arguments["loss_scale"]), lacks_scale
+        self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
         self.mode = mode_of(arguments["mode"])
@@ -665,9 +665,9 @@ class HookState:
         self.recorder.step = state["step"]
         self._registered = arguments["on_failure"] == "raise"
         self._model = lambda: None
-        self._seen = (set(), False)
+        self._seen_parameters = (set(), False)
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         """Connect a copy to the other ranks, which must do so too, and restore the state that it carries.
 
         Raises `UsageError` if the copied state had lost ranks or joined, or was pickled without its loss scale, or as
@@ -680,7 +680,7 @@ class HookState:
                 "this copy is of a HookState whose membership has changed, and its process group is that from "
                 "before; make a HookState for the present ranks, and load state_dict() of the copy"
             )
-        if self._lacks_scale:
+        if self._without_scale:
             raise UsageError(
                 "this HookState was loaded without the object that knows its loss scale; set state.loss_scale to the "
                 "present GradScaler, or to None"
@@ -696,7 +696,7 @@ class HookState:
 
     def _check_one_model(self, bucket: GradBucket) -> None:
         """Raise `UsageError` if the first bucket of a backward pass is of another model than those before."""
-        seen, complete = self._seen
+        seen, complete = self._seen_parameters
         if complete and bucket.index() > 0:
             return
         given = {id(one) for one in bucket.parameters()}
@@ -705,9 +705,9 @@ class HookState:
                 "this HookState counts the steps of one model and is registered with another one too; make a HookState "
                 "for each model"
             )
-        self._seen = (seen | given, complete or bucket.is_last())
+        self._seen_parameters = (seen | given, complete or bucket.is_last())
 
-    def _changes(
+    def _report_change(
         self, before: OriginalRanks, now: OriginalRanks, gone: OriginalRanks, lost: LostResiduals
     ) -> None:
         """Note and report that a step has ended with another membership."""
@@ -773,7 +773,7 @@ def topoplan_hook(
             "topoplan_hook needs the buckets of DDP's reducer, which the Python reducer does not have; leave "
             'torch._dynamo.config.optimize_ddp at "ddp_optimizer"'
         )
-    state._meet()
+    state._connect()
     state._check_one_model(bucket)
     if not state._registered:
         raise UsageError("on_failure='shrink' needs a check of the model first; write state.register(model)")

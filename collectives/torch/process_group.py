@@ -1,14 +1,15 @@
 """Define the process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``, and its plan.
 
 allreduce, broadcast, allgather, reduce-scatter, all-to-all of equal blocks, coalesced calls of one type and sums of
-multiples (FSDP2) run by plan; everything else goes to gloo (CPU tensors) and NCCL (GPU tensors) beneath. The plan is
-the given one, that of the file in TOPOPLAN_PLAN, or made of the job's machine at the first collective; all ranks agree
-on it (`PlanAgreement`). A file is for the whole job: groups of some ranks get plans on its machine. A file that does
-not contain a plan of this job is a `UsageError` of that collective, on all ranks (`collectives.peers.agreement`).
-TOPOPLAN_ENGINE selects the engine between GPUs: auto, windows or messages, as for `Communicator`.
+multiples (FSDP2) run by plan; everything else goes to inner groups of gloo (CPU tensors) and NCCL (GPU tensors). The
+plan is the given one, that of the file in TOPOPLAN_PLAN, or made of the job's machine at the first collective; all
+ranks agree on it (`PlanAgreement`). A file is for the whole job: groups of some ranks get plans on its machine. A file
+that does not contain a plan of this job is a `UsageError` of that collective, on all ranks
+(`collectives.peers.agreement`). TOPOPLAN_ENGINE selects the engine between GPUs: auto, windows or messages, as for
+`Communicator`.
 
 With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
-repeated among survivors, with a new gloo group beneath; `rank` and `size` change. Groups of some ranks do not, and no
+repeated among survivors, with a new inner gloo group; `rank` and `size` change. Groups of some ranks do not, and no
 rank joins.
 
 All ranks refuse wrong arguments before anything moves (`collectives.torch.group_arguments`): the group stays usable.
@@ -188,12 +189,12 @@ DELEGATED = (
     "monitored_barrier",
     "set_timeout",
 )
-"""Methods of the process group beneath; releases of torch that lack one do not call it."""
+"""Methods of the inner process group; releases of torch that lack one do not call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerGroups:
-    """The groups beneath a planned group.
+    """The inner groups of a planned group.
 
     `others` carries collectives without a plan, `plans` the messages of plans over NCCL (without NCCL it is the same);
     `served` names what serves each kind of device, as "cpu:gloo,cuda:nccl"; `store` is that of the rendezvous.
@@ -239,7 +240,7 @@ class PlannedGroup(GroupCollectives):
         self._timeout = timeout.total_seconds()
         self._store = groups.store
         self._block: list[dist.Work] | None = None
-        self._left: list[Handle[Any]] = []
+        self._timed_out: list[Handle[Any]] = []
 
     def getBackendName(self) -> str:  # torch's name
         return "topoplan"
@@ -343,9 +344,9 @@ class PlannedGroup(GroupCollectives):
         return self.given_members or tuple(dist.get_process_group_ranks(self))
 
     def shutdown(self) -> None:
-        """Close the communicator and the groups beneath."""
+        """Close the communicator and the inner groups."""
         if self.communicator is not None:
-            if any(not handle.done() for handle in self._left):
+            if any(not handle.done() for handle in self._timed_out):
                 self.communicator.abort(
                     "a wait for a collective has timed out, and the process group is destroyed"
                 )
@@ -406,9 +407,9 @@ class PlannedGroup(GroupCollectives):
             )
 
     def _recover(self, gather: Gather, rank: int, size: int, local: str) -> None:
-        """Make a new group beneath with the survivors."""
+        """Make a new inner group of the survivors."""
         group = gloo_among(gather, rank=rank, size=size, local=local, timeout=self._timeout)
-        # dropped only when gloo's threads have let go, in `shutdown`
+        # dropped in `shutdown`, when gloo's threads have ended
         self._lost.append(self.inner)
         self.inner = self.carrier = group
 
@@ -433,7 +434,7 @@ def _delegated(name: str) -> Callable[..., Any]:
         return getattr(self.inner, name)(*arguments, **named)
 
     method.__name__ = name
-    method.__doc__ = f"As `torch.distributed.ProcessGroup.{name}` of the group beneath."
+    method.__doc__ = f"As `torch.distributed.ProcessGroup.{name}` of the inner group."
     return method
 
 

@@ -241,9 +241,9 @@ class RecoveringExchange(DdpBucketExchange):
                 comm.grow()
                 self._grown = True
 
-        def send(giver: int, message: StepMessage) -> None:
+        def send(sender: int, message: StepMessage) -> None:
             with share_failure(comm, "growing"):
-                broadcast_state(comm, giver, has_it=self._has_it, give=give, take=take)
+                broadcast_state(comm, sender, has_it=self._has_it, give=give, take=take)
             if not self._has_it:
                 self._steps, self._members, self._has_it = message.steps, message.seats, True
 
@@ -255,17 +255,17 @@ class RecoveringExchange(DdpBucketExchange):
             if not any(one.grown for one in messages.values()):
                 act = let_in
                 continue
-            giver, foreign = choose_sender({seat: (one.has_it, one.alike) for seat, one in messages.items()})
+            sender, foreign = choose_sender({seat: (one.has_it, one.alike) for seat, one in messages.items()})
             lacking = {seat for seat, one in messages.items() if not one.has_it}
             if comm.seats[comm.rank] in foreign:
                 raise UsageError(
-                    f"this rank has {signature}, and the others {messages[giver].alike}; make model and state the same"
+                    f"this rank has {signature}, and the others {messages[sender].alike}; make model and state the same"
                 )
             if foreign:
                 act = partial(comm.shrink, without=[comm.seats.index(seat) for seat in foreign])
             elif lacking:
                 joined |= lacking
-                act = partial(send, giver, messages[giver])
+                act = partial(send, sender, messages[sender])
             else:
                 break
         self._grown, self._signature = False, ""
@@ -298,9 +298,9 @@ class RecoveringExchange(DdpBucketExchange):
             again()
             complete()
 
-        messages, failed = self._act_and_confirm(complete)
-        while failed and self._ahead(messages) is None:
-            messages, failed = self._act_and_confirm(repeated)
+        messages, rank_failed = self._act_and_confirm(complete)
+        while rank_failed and self._ahead(messages) is None:
+            messages, rank_failed = self._act_and_confirm(repeated)
         self._accept(messages)
 
     def _ahead(self, messages: Mapping[int, StepMessage]) -> StepMessage | None:
@@ -318,11 +318,11 @@ class RecoveringExchange(DdpBucketExchange):
         self._steps, self._before = self._steps + 1, self._after
         kept, lost = self._reported, LostResiduals()
         self._reported = {**kept, **{seat: one.unsent for seat, one in messages.items()}}
-        gone = tuple(seat for seat in before if seat not in self._members or seat in joined)
-        for seat in gone:
+        failed = tuple(seat for seat in before if seat not in self._members or seat in joined)
+        for seat in failed:
             lost = lost.plus(kept.get(seat, LostResiduals()))
-        if gone or before != self._members:
-            self._on_change(before, self._members, gone, lost)
+        if failed or before != self._members:
+            self._on_change(before, self._members, failed, lost)
 
     def _act_and_confirm(
         self, act: Callable[[], object], *, joining: bool = False

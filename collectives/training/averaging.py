@@ -190,15 +190,10 @@ class InStepAverager(Averager):
         self.communicator = communicator
         self._keys: set[str] = set()
         self.settings = settings
-        self._low_rank = (
-            None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
-        )
-        self._codes = None if settings.codes is None else IntegerCodeExchange(communicator, settings.codes)
-        self._significance = (
-            None
-            if settings.significance is None
-            else SignificanceExchange(communicator, settings.significance)
-        )
+        low_rank, codes, significance = settings.low_rank, settings.codes, settings.significance
+        self._low_rank = low_rank and LowRankExchange(communicator, low_rank)
+        self._codes = codes and IntegerCodeExchange(communicator, codes)
+        self._significance = significance and SignificanceExchange(communicator, significance)
 
     def start(
         self,

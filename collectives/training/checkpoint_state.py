@@ -267,7 +267,7 @@ def send_to_joining_ranks(
         handle = comm.all_gather(library.wrapped(np.array([has_it, mine], np.int64)), async_op=True)
         messages = np.asarray(library.values(handle.wait())).reshape(-1, 2).tolist()
         places = dict(zip(handle.among, messages, strict=True))
-        giver, foreign = choose_sender(places)
+        sender, foreign = choose_sender(places)
         if comm.seats[comm.rank] in foreign:
             raise UsageError(
                 "parameters, settings and arrays must be those of the other ranks, got others; make the synchronizer "
@@ -283,10 +283,10 @@ def send_to_joining_ranks(
             continue
         joined |= lacking
         try:
-            broadcast_state(comm, giver, has_it=has_it, give=give, take=take, arrays=arrays)
+            broadcast_state(comm, sender, has_it=has_it, give=give, take=take, arrays=arrays)
             has_it = True
         except BackendError:
-            if giver in comm.seats:
+            if sender in comm.seats:
                 raise
 
 
@@ -307,14 +307,14 @@ def choose_sender(messages: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]
 
 def broadcast_state(
     comm: Communicator,
-    giver: int,
+    sender: int,
     *,
     has_it: bool,
     give: Callable[[], bytes],
     take: Callable[[bytes], object],
     arrays: Sequence[Any] = (),
 ) -> None:
-    """Send the state of the original rank `giver` to the ranks without it; all ranks must call it.
+    """Send the state of the original rank `sender` to the ranks without it; all ranks must call it.
 
     The other arguments are those of `send_to_joining_ranks`. Raises `BackendError` if the sender or another rank
     failed.
@@ -323,15 +323,15 @@ def broadcast_state(
 
     def broadcast(array: Any) -> Any:
         """Return the sender's array; a rank with the state keeps its own."""
-        if giver not in comm.seats:
+        if sender not in comm.seats:
             raise BackendError("the rank that sends the state failed")
-        root = comm.seats.index(giver)
+        root = comm.seats.index(sender)
         return comm.broadcast(array, root=root, out=None if has_it else array)
 
     def broadcast_values(values: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(library.values(broadcast(library.wrapped(values))))
 
-    text = give() if comm.seats[comm.rank] == giver else b""
+    text = give() if comm.seats[comm.rank] == sender else b""
     (length,) = broadcast_values(np.array([len(text)], np.int64))
     line = np.zeros(int(length), np.uint8)
     line[: len(text)] = np.frombuffer(text, np.uint8)
