@@ -376,7 +376,7 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
             if name == "rank 1 reaches nobody" and rank == 1:
                 patch.setattr(backend_selection.TcpBackend, "_meet", _unreachable)
             if name == "rank 1 reaches rank 0 alone" and rank == 1:
-                patch.setattr(backend_selection.TcpBackend, "_open_meeting", _unreachable)
+                patch.setattr(backend_selection.TcpBackend, "_open_barrier", _unreachable)
             if name.startswith("rank 1"):
                 patch.setattr(backend_selection, "RENDEZVOUS_SECONDS", 1.0)
             threads = threading.active_count()

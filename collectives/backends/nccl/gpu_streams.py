@@ -5,8 +5,8 @@ replayed graph shows its progress too. All streams start behind one event and en
 needs.
 
 A run can be replayed as a CUDA graph if all ranks replay the same capture, and a graph holds addresses. Each rank
-therefore offers its options for the arrays of this call (`GraphReplays`), all ranks see all offers, and decide alike:
-replay if all have the same graph; capture if all have run with these addresses before; else run step by step.
+therefore offers its options for the arrays of this call (`GraphReplays`), all ranks see all offers, and decide the
+same: replay if all have the same graph; capture if all have run with these addresses before; else run step by step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collectives.backends.stepped_program import ProgramStep, SteppedProgram
 from collectives.tables.kernels.kernel_launch import DeviceWork, Kernels, work_of
 
 REMEMBERED = 8
-"""Sets of addresses that a rank remembers for a program."""
+"""Sets of addresses kept for a program."""
 
 NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 """Offers: never run, run before, and from here on the numbers of graphs."""
@@ -36,14 +36,8 @@ NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 class BoundProgram:
     """A program whose tables lie on the GPU.
 
-    Parameters
-    ----------
-    program : Program
-    works : tuple of DeviceWork
-        For each lane.
-    scratch : CuPy array or None
-    steps : CuPy array
-        The numbers 0, 1, 2, … as int32, to mark progress with.
+    `works` has one entry for each stream. `scratch` is a CuPy array or None. `steps` holds 0, 1, 2, … as int32, to mark
+    progress with.
     """
 
     program: SteppedProgram
@@ -53,7 +47,7 @@ class BoundProgram:
 
 
 def bind_program(program: SteppedProgram, kernels: Kernels, cupy: ModuleType, itemsize: int) -> BoundProgram:
-    """Put a program's tables into the memory of the current GPU."""
+    """Copy a program's tables to the memory of the current GPU."""
     longest = max((len(lane.steps) for lane in program.lanes), default=0)
     return BoundProgram(
         program,
@@ -73,13 +67,7 @@ class _Streams:
 class NcclStreams:
     """The streams of a rank, and what runs in them.
 
-    Parameters
-    ----------
-    cupy : module
-    kernels : Kernels
-        Of the GPU that is current now and in every call.
-    most : int
-        Lanes whose progress can be marked.
+    `kernels` of the GPU that is current now and in every call. The progress of `most` streams can be marked.
     """
 
     def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
@@ -91,12 +79,12 @@ class NcclStreams:
 
     @property
     def origin(self) -> Any:
-        """The stream behind which everything starts, and which goes on when all has ended."""
+        """Return the stream before which everything starts, and which continues when all has ended."""
         self._have(1)
         return self._lanes[0].moving
 
     def send_addresses(self, placed: BoundProgram, addresses: NDArray[np.int64]) -> None:
-        """Tell the kernels where the buffers lie."""
+        """Copy the addresses of the buffers to the kernels' tables."""
         with self.origin:
             for work in placed.works:
                 work.bases.set(addresses)
@@ -111,15 +99,8 @@ class NcclStreams:
     ) -> None:
         """Queue all steps; also into a graph, if `origin` is capturing.
 
-        Parameters
-        ----------
-        placed : BoundProgram
-        connections : Connections
-        kernel : callable
-        addresses : (3,) array
-            Where the buffers lie.
-        check : callable
-            Called before each step; what it raises ends the collective.
+        `addresses` has the buffers' three addresses. `check` is called before each step, and may raise to end the
+        collective.
         """
         lanes = placed.program.lanes
         links = connections.have(len(lanes))
@@ -185,10 +166,8 @@ class _RecordedRun:
 
 
 class GraphReplays:
-    """What one rank remembers of one program; a key is whatever a graph depends on.
+    """The runs and graphs of one program on one rank; a key is whatever a graph depends on.
 
-    Examples
-    --------
     >>> replays = GraphReplays()
     >>> replays.offer("x"), replays.ran("x"), replays.offer("x"), replays.captured("x", 7, "graph"), replays.offer("x")
     (0, None, 1, None, 9)
@@ -198,15 +177,15 @@ class GraphReplays:
         self._runs: OrderedDict[object, _RecordedRun] = OrderedDict()
 
     def offer(self, key: object) -> int:
-        """What this rank could do."""
+        """Return this rank's offer: `NEW`, `SEEN` or the number of a graph."""
         return self._runs[key].offer if key in self._runs else NEW
 
     def graph(self, key: object) -> Any:
-        """The graph of the last capture."""
+        """Return the graph of the last capture."""
         return self._runs[key].graph
 
     def ran(self, key: object) -> None:
-        """It was run step by step."""
+        """Record a run step by step."""
         if key not in self._runs:
             self._runs[key] = _RecordedRun(SEEN)
         self._runs.move_to_end(key)
@@ -214,20 +193,18 @@ class GraphReplays:
             self._runs.popitem(last=False)
 
     def drop_graphs(self) -> None:
-        """Let go of all graphs, for which NCCL waits before it frees a communicator."""
+        """Drop all graphs, for which NCCL waits before it frees a communicator."""
         for key, run in self._runs.items():
             self._runs[key] = _RecordedRun(min(run.offer, SEEN))
 
     def captured(self, key: object, number: int, graph: Any) -> None:
-        """It was captured, as graph number so and so of the job."""
+        """Record a graph by its number in the job."""
         self._runs[key] = _RecordedRun(FIRST_GRAPH + number, graph)
 
 
 def replay_decision(offers: Sequence[int]) -> str:
-    """What all ranks do: "run", "capture" or "replay".
+    """Return what all ranks do: "run", "capture" or "replay".
 
-    Examples
-    --------
     >>> replay_decision([5, 5, 5]), replay_decision([5, 1, 6]), replay_decision([5, 0, 5])
     ('replay', 'capture', 'run')
     """

@@ -52,7 +52,7 @@ def test_a_missing_library_is_named_with_what_to_install(cupy: ModuleType, witho
         UsageError, match=r"libnccl\.so\.2.*: pip install nvidia-nccl-cu12 \(or -cu13, as CuPy\)"
     ):
         find_library(cupy)
-    with pytest.raises(UsageError, match="no bindings 'torch' of NCCL; use auto, nccl4py or cupy"):
+    with pytest.raises(UsageError, match="bindings of NCCL 'torch' are unknown; use auto, nccl4py or cupy"):
         find_library(cupy, name="torch")
 
 
