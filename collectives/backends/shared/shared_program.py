@@ -177,7 +177,6 @@ class ProgramBuilder:
         return first, second, third
 
 
-Numbers = NDArray[np.int64]
 NOWHERE: Place = (-1, 0)
 BLOCK_BYTES = 16 << 10
 """Bytes that are copied before they are divided: they stay in the first-level cache."""
