@@ -116,7 +116,7 @@ class Backend(Protocol[Array]):
         Results may be written to the caller's arrays. A back end that can fail after it has begun to write them says
         False; its results are copied to the caller's arrays when they are complete.
     averages : bool
-        It divides averages of `AVERAGED` types in the pass that writes results; otherwise the communicator divides them.
+        It divides averages of `AVERAGED` types as it writes results; otherwise the communicator divides them.
     chunk_bytes : int or None
         The best chunk size; None if it depends on the machine and has to be found.
     """
