@@ -380,11 +380,11 @@ class OneRank:
         return self._timeout
 
     def largest(self, value: float) -> float:
-        with self._telling():
+        with self._reporting_failures():
             return self._world.largest(value, timeout=self._timeout)
 
     def agree(self, signature: Signature) -> None:
-        with self._telling():
+        with self._reporting_failures():
             self._world.agree(signature, timeout=self._timeout)
 
     def refuse(self, signature: Signature) -> None:
@@ -394,9 +394,22 @@ class OneRank:
         self._world.abort(error)
 
     def gather_texts(self, text: str) -> list[str]:
-        with self._telling():
+        with self._reporting_failures():
             return self._world.texts(text, timeout=self._timeout)
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _reporting_failures(self) -> AbstractContextManager[None]:
         """Report failures inside to all ranks, which would wait for this one."""
         return nullcontext()
+
+
+class AllRanks:
+    """Common part of back ends that hold all ranks in one process."""
+
+    one_rank = False
+    direct = True
+    averages = False
+
+    def refuse(self, signature: Signature) -> None: ...
+
+    def largest(self, value: float) -> float:
+        return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from collectives.tables.array_library import ArrayLibrary
 from topoplan.plans.plan import Plan
@@ -21,20 +21,8 @@ from topoplan.plans.verify import exchanged
 Array = TypeVar("Array")
 
 
-class RoundFunction(Protocol):
-    """Runs one round; see `collectives.backends.execution.Execution.run_round`."""
-
-    def __call__(
-        self,
-        plan: Plan,
-        borders: tuple[int, ...],
-        *,
-        op: str | None,
-        given: Sequence[Array],
-        results: Sequence[Array],
-        about: str,
-    ) -> None:
-        """Run the round to its end."""
+RoundFunction = Callable[..., None]
+"""Run one round; see `collectives.backends.execution.Execution.run_round`."""
 
 
 @dataclass(frozen=True, slots=True)

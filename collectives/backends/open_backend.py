@@ -47,11 +47,14 @@ DEFAULT = BackendSettings(timeout=30.0)
 
 def _loopback(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
     from collectives.backends.loopback.loopback_backend import Loopback
-    from collectives.backends.loopback.paced_loopback import PacedLoopback
 
     assert plan is not None, "its size is the plan's"
     size, pace = len(plan.ranks), settings.pace
-    return Loopback(size) if pace is None else PacedLoopback(size, scale=pace)
+    if pace is None:
+        return Loopback(size)
+    from collectives.backends.loopback.paced_loopback import PacedLoopback
+
+    return PacedLoopback(size, scale=pace)
 
 
 def _loopback_gpu(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.backends.stepped_program import chunks_together, moves_of, places_of
-from collectives.peers.control_plane import Signature
 from collectives.tables.cupy_arrays import CupyArrays
 from collectives.tables.kernels.kernel_launch import Chunks, DeviceWork, KernelWork, work_of
 from collectives.tables.transfer_table import Given, TransferTable
@@ -40,7 +39,7 @@ class _GpuProgram:
     graphs: dict[str, Any]
 
 
-class LoopbackGpu:
+class LoopbackGpu(AllRanks):
     """`Backend` of all ranks in this process, their arrays on one GPU.
 
     `device` is CUDA's number of the GPU, by default the current one. `step_bytes` is the least that a launch moves, if
@@ -49,9 +48,6 @@ class LoopbackGpu:
     """
 
     name = "loopback-gpu"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = None
 
     def __init__(
@@ -83,11 +79,6 @@ class LoopbackGpu:
             kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
             self._launch(program, kernel, f"{call.op} {call.dtype}", stream)
             stream.synchronize()
-
-    def refuse(self, signature: Signature) -> None: ...
-
-    def largest(self, value: float) -> float:
-        return value
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         return [

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import Backend, Call, RankArrays
-from collectives.peers.control_plane import Signature
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.tables.numpy_arrays import NumpyArrays, reduction
 from collectives.tables.transfer_table import TransferTable, streams
 from topoplan.errors import UsageError
@@ -239,7 +238,7 @@ TASKS_PER_THREAD = 8
 """Parts of each thread's work, so that a delayed thread leaves the rest to others."""
 
 
-class Loopback:
+class Loopback(AllRanks):
     """`Backend` of all ranks in this process.
 
     At most `threads` work, the caller's included; by default one for each core, up to `MOST_THREADS`. Ranks that get no
@@ -248,9 +247,6 @@ class Loopback:
     """
 
     name = "loopback"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = 256 << 10
 
     def __init__(self, size: int, *, threads: int | None = None) -> None:
@@ -280,56 +276,9 @@ class Loopback:
 
         self._workers.share(tasks, work, threads=threads)
 
-    def refuse(self, signature: Signature) -> None: ...
-
-    def largest(self, value: float) -> float:
-        return value
-
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         return [Loopback(len(group), threads=self._workers.threads) for group in groups]
 
     def close(self) -> None:
         self._workers.close()
         self._runners = [PieceRunner() for _ in self._runners]
-
-
-def execute(
-    table: TransferTable,
-    inputs: Sequence[NDArray[Any]],
-    buffers: Sequence[NDArray[Any]],
-    *,
-    combine: np.ufunc = np.add,
-) -> None:
-    """Run the rows of a table one after another.
-
-    `inputs` are the arrays of each rank, (count,), only read. Rows write to `buffers`, (count,) of each rank, whose
-    other elements (`TransferTable.kept`) stay unchanged; they may be `inputs`. `combine` joins a rank's value with an
-    arriving one.
-
-    >>> import topoplan
-    >>> from collectives import lower
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
-    >>> memory = [np.full(5, 10**rank) for rank in range(8)]
-    >>> execute(lower(plan, 5, chunk_elements=16), memory, memory)
-    >>> memory[3].tolist()
-    [11111111, 11111111, 11111111, 11111111, 11111111]
-    """
-    rows = zip(
-        table.source.tolist(),
-        table.destination.tolist(),
-        table.start.tolist(),
-        table.stop.tolist(),
-        table.add.tolist(),
-        table.source_fresh.tolist(),
-        table.destination_fresh.tolist(),
-        strict=True,
-    )
-    with np.errstate(all="ignore"):
-        for source, destination, start, stop, add, source_fresh, destination_fresh in rows:
-            arriving = (inputs if source_fresh else buffers)[source][start:stop]
-            target = buffers[destination][start:stop]
-            if add:
-                own = inputs[destination][start:stop] if destination_fresh else target
-                combine(own, arriving, out=target)
-            else:
-                target[...] = arriving

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.backends.loopback.loopback_backend import with_helpers
 from collectives.backends.loopback.paced_links import Clock, LinkPlayer, WallClock, paced_links_of
-from collectives.peers.control_plane import Signature
 from collectives.tables.lowering import PlanKey, lower_to
 from collectives.tables.numpy_arrays import NumpyArrays, reduction
 from collectives.tables.transfer_table import EdgeStream, TransferTable, streams
@@ -41,7 +40,7 @@ SECONDS_PER_TRANSFER = 60e-6
 """The least seconds for each chunk transfer; it takes about a third of that on one core."""
 
 
-class PacedLoopback:
+class PacedLoopback(AllRanks):
     """`Backend` of all ranks in this process, on links that are as fast as those of the plan's machine.
 
     Results are those of `Loopback`, bit for bit. It keeps up if all links together carry less than the memory of one
@@ -57,9 +56,6 @@ class PacedLoopback:
     """
 
     name = "paced loopback"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = 1 << 30
 
     def __init__(self, size: int, *, scale: float = 1.0, clock: Clock | None = None) -> None:
@@ -90,11 +86,6 @@ class PacedLoopback:
             move=mover.move,
         )
         player.play(self._clock)
-
-    def refuse(self, signature: Signature) -> None: ...
-
-    def largest(self, value: float) -> float:
-        return value
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         return [PacedLoopback(len(group), scale=self.scale, clock=self._clock) for group in groups]

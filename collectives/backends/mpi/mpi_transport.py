@@ -212,22 +212,19 @@ def _forget_names() -> None:
 def memory_fence(comm: Any) -> Callable[[], None] | None:
     """Return a full memory barrier, None if the processor needs none; all ranks of one host call it with their
     communicator."""
-    return None if platform.machine() in ORDERED else window_fence(comm)
-
-
-def fence_without_mpi() -> Callable[[], None] | None:
-    """Return `memory_fence` for ranks that must not wait for each other in MPI."""
-    return None if platform.machine() in ORDERED else lock_fence()
-
-
-def window_fence(comm: Any) -> Callable[[], None]:
-    """Return a full memory barrier through a shared window of MPI, on any machine."""
+    if platform.machine() in ORDERED:
+        return None
     from mpi4py import MPI
 
     window = MPI.Win.Allocate_shared(8, 1, comm=comm)
     window.Lock_all(MPI.MODE_NOCHECK)
     synchronise: Callable[[], None] = window.Sync
     return synchronise
+
+
+def fence_without_mpi() -> Callable[[], None] | None:
+    """Return `memory_fence` for ranks that must not wait for each other in MPI."""
+    return None if platform.machine() in ORDERED else lock_fence()
 
 
 NOTE, NOTICE, TEXT, SHUTDOWN_NOTICE, FIRST_STREAM = range(NO_MESSAGE + 1, NO_MESSAGE + 6)

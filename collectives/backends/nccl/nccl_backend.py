@@ -317,19 +317,19 @@ class NcclBackend(OneRank):
 
     def run(self, call: Call[Any]) -> None:
         user, name = self._users_stream(), f"topoplan {call.signature.collective}"
-        with self._telling(), self.arrays.here() as stream, self._named(name):
+        with self._reporting_failures(), self.arrays.here() as stream, self._named(name):
             if _captures(user):
                 self._capture_for(call, user, stream)
             else:
                 self._run(call, stream)
 
     def agree(self, signature: Signature) -> None:
-        with self._telling():
+        with self._reporting_failures():
             self._agree(signature, 0)
 
     def agree_on_host(self, signature: Signature) -> None:
         """Compare with all ranks a collective of host arrays, which another back end carries."""
-        with self._telling():
+        with self._reporting_failures():
             self._agree(signature, ON_HOST)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
@@ -660,7 +660,7 @@ class NcclBackend(OneRank):
         return self._programs[layout]
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
         """Report failures inside to all ranks, and end."""
         try:
             self._guard.check()

@@ -61,76 +61,13 @@ class NcclCommunicator(Protocol):
         """Receive into memory of the GPU."""
 
     def ready(self) -> bool:
-        """Return whether what the last call began has ended; raise `NcclFailed` on NCCL's error, now or in the
-        background.
-        """
+        """Return whether the last call's operation has ended; raise `NcclFailed` on NCCL's error, now or before."""
 
     def abort(self) -> None:
         """End all waits for other ranks; waits for captured graphs to be dropped."""
 
     def destroy(self) -> None:
         """Free it; waits for what other ranks still do, and for captured graphs to be dropped."""
-
-
-class NcclWindow(Protocol):
-    """Memory of one rank that the ranks of a communicator map into each other's GPUs.
-
-    All addresses are those of kernels, and hold until the window is closed or the communicator is gone. The rank's own
-    address differs from the one that was registered: a kernel uses one of both.
-    """
-
-    def made(self) -> bool:
-        """Return whether the window exists, once the communicator is ready: NCCL does not report a window that it
-        lacks.
-        """
-
-    def address(self, peer: int) -> int:
-        """Return the address of a rank's memory; 0 if this GPU does not reach it."""
-
-    def multicast(self) -> int:
-        """Return the address of all ranks' memory at once, for multimem instructions; 0 if there is none.
-
-        All ranks call it at the same time: the first call binds the memory of all.
-        """
-
-    def close(self) -> None:
-        """Unmap it here; no kernel may use it any more, with a multicast address on any rank."""
-
-
-class NcclWindows(Protocol):
-    """Windows and the memory for them; all calls are for the current GPU."""
-
-    def team(self, link: NcclCommunicator) -> int:
-        """Return how many ranks of a ready communicator reach each other's memory, this one included; 0 if NCCL does
-        not know.
-        """
-
-    def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory; contents undefined."""
-
-    def free(self, address: int) -> None:
-        """Release memory of `allocate`."""
-
-    def register(self, link: NcclCommunicator, address: int, nbytes: int) -> NcclWindow:
-        """Begin to make memory a window; all ranks of the communicator do, and it exists when that is ready."""
-
-
-class NcclShrinking(Protocol):
-    """Communicators of a subset of another's ranks; calls raise `NcclFailed`. `revokes`: `revoke` is available
-    (2.28.7).
-    """
-
-    revokes: bool
-
-    def revoke(self, link: NcclCommunicator) -> None:
-        """Begin to end all waits for other ranks; a communicator that is ready again can only be shrunk."""
-
-    def shrink(self, link: NcclCommunicator, without: Sequence[int]) -> NcclCommunicator:
-        """Begin a communicator of all ranks of `link` but the non-empty set `without`, counted anew in their order.
-
-        All survivors call it, once, on a ready communicator without an error. The new one shares nothing with `link`,
-        whose operations end. `link` is to be aborted when the new one is ready; or before the new one, to give this up.
-        """
 
 
 class NcclLibrary(Protocol):
@@ -226,12 +163,10 @@ class _Nccl4py:
         self.version, self.bindings = _number(info.version), _number(made_for)
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings
-        self.windows: NcclWindows | None = (
-            _Nccl4pyWindows(core, bindings) if self.version >= WINDOWS else None
-        )
+        self.windows: NcclWindows | None = NcclWindows(core, bindings) if self.version >= WINDOWS else None
         self.shrinking: NcclShrinking | None = None
         if self.version >= SHRINKS and not self.waits:  # else it would wait for a rank that dies meanwhile
-            self.shrinking = _Nccl4pyShrinking(core, bindings, revokes=self.version >= REVOKES)
+            self.shrinking = NcclShrinking(core, bindings, revokes=self.version >= REVOKES)
 
     def unique_id(self) -> bytes:
         with _failures(self._core, self._bindings):
@@ -302,60 +237,87 @@ class _Nccl4pyCommunicator:
             self._made.destroy()
 
 
-class _Nccl4pyShrinking:
+class NcclShrinking:
+    """Communicators of a subset of another's ranks; calls raise `NcclFailed`. `revokes`: has `revoke` (2.28.7)."""
+
     def __init__(self, core: Any, bindings: Any, *, revokes: bool) -> None:
         self._core, self._bindings = core, bindings
         self.revokes = revokes
 
     def revoke(self, link: NcclCommunicator) -> None:
+        """Begin to end all waits for other ranks; a communicator that is ready again can only be shrunk."""
         with _failures(self._core, self._bindings):
             cast(_Nccl4pyCommunicator, link).revoke()
 
     def shrink(self, link: NcclCommunicator, without: Sequence[int]) -> NcclCommunicator:
+        """Begin a communicator of all ranks of `link` but the non-empty set `without`, counted anew in their order.
+
+        All survivors call it, once, on a ready communicator without an error. The new one shares nothing with `link`,
+        whose operations end. `link` is to be aborted when the new one is ready; or before the new one, to give this up.
+        """
         with _failures(self._core, self._bindings):
             return cast(_Nccl4pyCommunicator, link).shrink(without)
 
 
-class _Nccl4pyWindows:
+class NcclWindows:
+    """Windows and the memory for them; all calls are for the current GPU, and raise `NcclFailed`."""
+
     def __init__(self, core: Any, bindings: Any) -> None:
         self._core, self._bindings = core, bindings
 
     def team(self, link: NcclCommunicator) -> int:
+        """Return how many ranks of a ready communicator reach each other's memory; 0 if NCCL does not know."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.team_lsa(cast(_Nccl4pyCommunicator, link).handle).n_ranks)
 
     def allocate(self, nbytes: int) -> int:
+        """Return the address of new memory; contents undefined."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.mem_alloc(nbytes))
 
     def free(self, address: int) -> None:
+        """Release memory of `allocate`."""
         with _failures(self._core, self._bindings):
             self._bindings.mem_free(address)
 
     def register(self, link: NcclCommunicator, address: int, nbytes: int) -> NcclWindow:
+        """Begin to make memory a window; all ranks of the communicator do, and it exists when that is ready."""
         comm, flags = cast(_Nccl4pyCommunicator, link).handle, int(self._core.WindowFlag.DEFAULT)
         with _failures(self._core, self._bindings):
             made = self._bindings.comm_window_register(comm, address, nbytes, flags)
-        return _Nccl4pyWindow(self._core, self._bindings, comm, made)
+        return NcclWindow(self._core, self._bindings, comm, made)
 
 
-class _Nccl4pyWindow:
+class NcclWindow:
+    """Memory of one rank that the ranks of a communicator map into each other's GPUs.
+
+    All addresses are those of kernels, and hold until the window is closed or the communicator is gone. The rank's own
+    address differs from the one that was registered: a kernel uses one of both.
+    """
+
     def __init__(self, core: Any, bindings: Any, comm: Any, made: Any) -> None:
         self._core, self._bindings = core, bindings
         self._comm, self._made = comm, made
 
     def made(self) -> bool:
+        """Return whether the window exists, once the communicator is ready: NCCL reports no failure to make one."""
         return bool(self._made.handle)
 
     def address(self, peer: int) -> int:
+        """Return the address of a rank's memory; 0 if this GPU does not reach it."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.get_peer_device_pointer(self._made, 0, peer))
 
     def multicast(self) -> int:
+        """Return the address of all ranks' memory at once, for multimem instructions; 0 if there is none.
+
+        All ranks call it at the same time: the first call binds the memory of all.
+        """
         with _failures(self._core, self._bindings):
             return int(self._bindings.get_lsa_multimem_device_pointer(self._made, 0))
 
     def close(self) -> None:
+        """Unmap it here; no kernel may use it any more, with a multicast address on any rank."""
         with _failures(self._core, self._bindings):
             self._bindings.comm_window_deregister(self._comm, self._made)
 

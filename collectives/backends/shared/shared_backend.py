@@ -91,8 +91,6 @@ class SharedBackend(OneRank):
     one_rank = True
     direct = True
     averages = True
-    goes_on = True
-    """Whether survivors may recover; a back end within another job leaves that to it."""
     survivors: MembershipProtocol | None
     then: list[Callable[[], None]]
     """Called by `close`, also after a recovery."""
@@ -111,7 +109,7 @@ class SharedBackend(OneRank):
         fence = None if platform.machine() in ORDERED else lock_fence()
         placement, segment = meet(gather, rank=rank, size=size)
         self._begin(placement, segment, fence=fence, timeout=timeout, arrays=arrays)
-        self.survivors = survivors or (MembershipProtocol.of(gather, rank) if self.goes_on else None)
+        self.survivors = survivors or MembershipProtocol.of(gather, rank)
 
     def _begin(
         self,
@@ -225,7 +223,7 @@ class SharedBackend(OneRank):
         if self._closed:
             raise BackendError(f"the {self.name} back end has ended; make a new one", rank=self.ranks[0])
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _reporting_failures(self) -> AbstractContextManager[None]:
         self._check_open()
         return self._world.watch.telling()
 

@@ -252,8 +252,9 @@ def program_of(
             if own >= 0:
                 inputs.insert(0, input_of(row) if held.is_input[own] else place_of(own, row))
         aside = message >= 0 or number in unsent
+        joins = JOIN_ONE if elements == 1 else JOIN
         builder.add(
-            ASIDE if aside else join_of(elements) if len(inputs) > 1 else COPY,
+            ASIDE if aside else joins if len(inputs) > 1 else COPY,
             row,
             elements,
             inputs,
@@ -288,11 +289,6 @@ def program_of(
         shared_elements=room + slots.count * slot,
         scratch_elements=scratch,
     )
-
-
-def join_of(elements: int) -> int:
-    """Return the kind of an operation that joins so many elements of a row."""
-    return JOIN_ONE if elements == 1 else JOIN
 
 
 def aligned_elements(elements: int, itemsize: int) -> int:

@@ -31,7 +31,7 @@ from collectives.tables.transfer_table import EdgeStream, TransferTable, stream_
 Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RankValue:
     """The content that a rank holds of a shard for a while.
 
@@ -41,16 +41,6 @@ class RankValue:
     - `after`: number of the value that replaces it; -1 if it is the last of its rank and shard.
     """
 
-    rank: int
-    shard: int
-    before: int
-    writers: tuple[int, ...]
-    readers: tuple[int, ...]
-    after: int
-
-
-@dataclass(slots=True)
-class _Growing:
     rank: int
     shard: int
     before: int
@@ -68,15 +58,15 @@ def values(table: TransferTable) -> tuple[RankValue, ...]:
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
     >>> [(value.rank, value.writers, value.readers) for value in values(lower(plan, 160, chunk_elements=64))]
-    [(0, (), (0,)), (1, (0,), ())]
+    [(0, [], [0]), (1, [0], [])]
     """
-    found: list[_Growing] = []
+    found: list[RankValue] = []
     current: dict[tuple[int, int], int] = {}
 
     def held(rank: int, shard: int) -> int:
         if (rank, shard) not in current:
             current[rank, shard] = len(found)
-            found.append(_Growing(rank, shard, -1, [], []))
+            found.append(RankValue(rank, shard, -1, [], []))
         return current[rank, shard]
 
     for stream in streams(table):
@@ -87,13 +77,10 @@ def values(table: TransferTable) -> tuple[RankValue, ...]:
             found[previous].writers.append(stream.number)
             continue
         current[place] = len(found)
-        found.append(_Growing(*place, previous if stream.add else -1, [stream.number], []))
+        found.append(RankValue(*place, previous if stream.add else -1, [stream.number], []))
         if previous >= 0:
             found[previous].after = current[place]
-    return tuple(
-        RankValue(one.rank, one.shard, one.before, tuple(one.writers), tuple(one.readers), one.after)
-        for one in found
-    )
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +133,8 @@ def instances(table: TransferTable, hosts: Sequence[int]) -> ValueInstances:
     read_by_stream = np.full(len(parts), -1)
     written_by_stream = np.full(len(parts), -1)
     for number, value in enumerate(known):
-        read_by_stream[list(value.readers)] = origin[number]
-        written_by_stream[list(value.writers)] = number
+        read_by_stream[value.readers] = origin[number]
+        written_by_stream[value.writers] = number
     first_of_value = _column([value.writers[0] if value.writers else -1 for value in known])
     last_of_value = _column([value.writers[-1] if value.writers else -1 for value in known])
     written = written_by_stream[stream]

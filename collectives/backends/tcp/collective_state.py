@@ -473,11 +473,6 @@ class DisseminationBarrier:
         number = min(int(self._frame[ROUND]), len(self._rounds) - 1)
         return int((self._rank - (1 << number)) % self._size)
 
-    @property
-    def heard(self) -> bytes:
-        """Return the last note received."""
-        return bytes(self._inbox.data[:LENGTH])
-
 
 def barrier_distances(size: int) -> list[int]:
     """Return the distances of peers in the barrier, round by round.

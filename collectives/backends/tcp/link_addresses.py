@@ -78,15 +78,11 @@ def parse_wires(text: str, name: str) -> dict[Queue, LinkAddresses]:
     entries = content.get("wires")
     if not isinstance(entries, list):
         raise UsageError(f"{name}: wires must be a list; give one entry for each directed link")
-    return _wires(entries, name)
+    return wires_of(entries, name)
 
 
-def wires_of(entries: list[Any]) -> dict[Queue, LinkAddresses]:
-    """Return the wires of a file's entries, the inverse of `listed`."""
-    return _wires(entries, "the wires of the other ranks")
-
-
-def _wires(entries: list[Any], name: str) -> dict[Queue, LinkAddresses]:
+def wires_of(entries: list[Any], name: str = "the wires of the other ranks") -> dict[Queue, LinkAddresses]:
+    """Return the wires of the entries of a file, the inverse of `listed`."""
     wires: dict[Queue, LinkAddresses] = {}
     routes: dict[Queue, list[tuple[str, ...]]] = {}
     for number, entry in enumerate(entries):

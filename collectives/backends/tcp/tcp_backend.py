@@ -118,8 +118,6 @@ class TcpBackend(OneRank):
     one_rank = True
     direct = False
     averages = False
-    goes_on = True
-    """Whether survivors may recover; a back end within another job leaves that to it."""
     chunk_bytes: int | None = None
 
     def __init__(
@@ -275,11 +273,11 @@ class TcpBackend(OneRank):
         )
 
     def follow(self) -> Signature | None:
-        with self._telling():
+        with self._reporting_failures():
             return self._world.follow()
 
     def run(self, call: Call[Any]) -> None:
-        with self._telling():
+        with self._reporting_failures():
             if self._barrier_opened and self._small(call):
                 buffers = rank_buffers_of(call)
                 ready = self._ready(call, buffers)
@@ -298,7 +296,7 @@ class TcpBackend(OneRank):
         call = replace(call, memory=(replace(memory, source=None, result=None),))
 
         def run(number: int, source: int, result: int) -> None:
-            with self._telling():
+            with self._reporting_failures():
                 self._run_small(call, ready, call.signature.of_call(number), source, result)
 
         return run
@@ -515,7 +513,7 @@ class TcpBackend(OneRank):
 
         If the ranks do not reach each other the back end is unusable from then on.
         """
-        with self._telling():
+        with self._reporting_failures():
             nothing = Signature(0, "", self.size, "to meet", None, None, "", 0, 0)
             self._world.agree(nothing, timeout=timeout)
             self._open_barrier(timeout)
@@ -587,7 +585,7 @@ class TcpBackend(OneRank):
             made.append(network)
             meets = network.general is not None and not self._wires and not self.helpers
             about = {"general": network.general, "ports": network.ports, "meets": meets}
-            if network.general is not None and not self.helpers and self.goes_on and self.survivors is None:
+            if network.general is not None and not self.helpers and self.survivors is None:
                 own.append(MembershipProtocol(local))
                 about["survivors"] = own[0].card
             return {**about, "flight_bytes": self._flight_bytes}
@@ -639,7 +637,7 @@ class TcpBackend(OneRank):
         return {link: rate for link, rate in rates.items() if not set_pace(network.outgoing[link], rate)}
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
         """End with a failure inside, after reporting it to the other ranks."""
         if self._closed:
             raise BackendError("the tcp back end has ended; make a new one", rank=self.rank)

@@ -376,7 +376,7 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
         comm.reduce_scatter(numbers(4, 8))
     with pytest.raises(UsageError, match="back end 'smoke' is unknown; use loopback"):
         Communicator(plan, "smoke")
-    with pytest.raises(UsageError, match="chunks of 0 bytes"):
+    with pytest.raises(UsageError, match="chunks must have at least 1 byte, got 0"):
         Communicator(plan, chunk_bytes=0)
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         Communicator("nowhere.json")

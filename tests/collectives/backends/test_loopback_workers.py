@@ -18,10 +18,10 @@ from collectives.backends.loopback.loopback_backend import (
     LONGEST_PIECE,
     Loopback,
     TaskThreads,
-    execute,
 )
 from collectives.peers.control_plane import Signature
 from tests.support.hand_plans import SHAPES, forest_plan
+from tests.support.table_execution import execute
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
