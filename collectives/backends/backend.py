@@ -22,8 +22,7 @@ from topoplan.plans.plan import Plan
 Array = TypeVar("Array")
 
 LONGEST_TIMEOUT = 100_000
-"""Seconds, more than a day; waits of the system, some of them for multiples of it, are limited to 2**31
-milliseconds."""
+"""Seconds, more than a day: waits of the system, some for multiples of it, are limited to 2**31 milliseconds."""
 
 AVERAGED = ("float32", "float64", "complex64", "complex128")
 """Types whose averages a back end may divide itself: numpy divides them equally everywhere."""
@@ -188,8 +187,7 @@ class Aborts(Protocol):
     """A back end of one rank whose waits can be ended from another thread."""
 
     def abort(self, error: BackendError) -> None:
-        """End every wait of this rank, and report the error to the other ranks; the back end is unusable from
-        then on."""
+        """End every wait of this rank, and report the error to the other ranks; the back end is unusable afterwards."""
 
 
 @runtime_checkable
@@ -294,8 +292,7 @@ class GivesMemory(Protocol):
         """Return a new contiguous array of the same dtype, contents undefined: in that memory while it lasts."""
 
     def writes(self, array: Any) -> bool:
-        """Return whether results may be written directly to this contiguous array, also if not all arrays
-        allow that."""
+        """Return whether results may be written directly to this contiguous array, also if not all arrays allow it."""
 
 
 @runtime_checkable

@@ -542,8 +542,7 @@ class Execution(Generic[Array]):
         self.agree(collective="handed over")
 
     def _note_failure(self, error: BaseException) -> None:
-        """Note a failure of a collective: all ranks continue after one that they refused, and never after another
-        failure."""
+        """Note a failure of a collective: all ranks continue after a refusal, and never after another failure."""
         if isinstance(error, RefusedError):
             self._calls = error.next_call
             return

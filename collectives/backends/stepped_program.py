@@ -274,7 +274,7 @@ class ProgramStream:
 class SteppedProgram:
     """All work of one rank; `scratch` is in bytes."""
 
-    lanes: tuple[ProgramStream, ...]
+    streams: tuple[ProgramStream, ...]
     scratch: int
 
 
@@ -297,27 +297,28 @@ def program_of(
     >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
     >>> one = RankArrays(3, (0, 25600), None, (0, 25600), None)
     >>> program = program_of(table, one, 4, step_bytes=1)
-    >>> [(len(step.sends), len(step.receives), step.join) for step in program.lanes[0].steps[:4]]
+    >>> [(len(step.sends), len(step.receives), step.join) for step in program.streams[0].steps[:4]]
     [(15, 15, 0), (15, 15, 1), (30, 30, 2), (30, 30, 3)]
     """
     together = chunks_together(table, itemsize, step_bytes * table.ranks)
     moves = moves_of(table, together=together, join_steps=1 if overlap else 0)
     places = places_of(table, moves, [one], itemsize)
     shards = range(len(table.bounds) - 1) if by_tree else [None]
-    lanes, scratch = [], places.scratch
+    made, scratch = [], places.scratch
     for shard in shards:
         mine = (moves.source == one.rank) | (moves.destination == one.rank)
         chosen = np.flatnonzero(mine if shard is None else mine & (moves.shard == shard))
-        lane, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
-        lanes.append(lane)
-    return SteppedProgram(tuple(lanes), scratch)
+        stream, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
+        made.append(stream)
+    return SteppedProgram(tuple(made), scratch)
 
 
 def waits_for(program: SteppedProgram, done: Sequence[int]) -> tuple[int | None, int | None]:
-    """Return peer and row of the awaited message of the stream that is furthest behind; `done` counts its
-    ended steps."""
+    """Return peer and row of the awaited message of the stream furthest behind; `done` counts its ended steps."""
     waiting = [
-        lane.steps[count] for lane, count in zip(program.lanes, done, strict=False) if count < len(lane.steps)
+        stream.steps[count]
+        for stream, count in zip(program.streams, done, strict=False)
+        if count < len(stream.steps)
     ]
     if not waiting:
         return None, None

@@ -337,8 +337,7 @@ class MpiBackend(SharedBackend):
 def join_mpi(
     gather: Gather, *, rank: int, size: int, survivors: MembershipProtocol, timeout: float
 ) -> Backend[Any]:
-    """Return the back end of a rank that joins the survivors of an MPI job, without MPI (see
-    `open_joining_backend`)."""
+    """Return the back end of a rank that joins survivors of an MPI job, without MPI (see `open_joining_backend`)."""
     _, one_host = _gathered_ranks(gather)
     return _without_mpi(gather, one_host, rank=rank, size=size, timeout=timeout, survivors=survivors)
 

@@ -210,8 +210,7 @@ def _forget_names() -> None:
 
 
 def memory_fence(comm: Any) -> Callable[[], None] | None:
-    """Return a full memory barrier, None if the processor needs none; all ranks of one host call it with their
-    communicator."""
+    """Return a full memory barrier, None if the processor needs none; all ranks of one host call it."""
     if platform.machine() in ORDERED:
         return None
     from mpi4py import MPI

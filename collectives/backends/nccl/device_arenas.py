@@ -66,8 +66,7 @@ STREAMS = 4
 """Streams of a rank: one of its arrays, and three of its messages (`gpu_streams`)."""
 
 MPS_ENABLED = 133
-"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: the multi-process service lets kernels of several processes run at
-once."""
+"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: kernels of several processes run at once."""
 
 TRIAL_SECONDS = 10.0
 """Time for a peer's stores to be seen before arenas are refused."""
@@ -212,9 +211,7 @@ def open_device_arenas(
     device: int,
     nbytes: int,
 ) -> DeviceArenas | str:
-    """Return arenas of all ranks on the current GPU, or in one line why there are none; all ranks call it, with one
-    result.
-    """
+    """Return arenas of all ranks on the current GPU, or in one line why not; all ranks call it, with one result."""
     runtime = cupy.cuda.runtime
     windows = library.windows
     link = connections.have(1)[0]

@@ -48,10 +48,10 @@ class BoundProgram:
 
 def bind_program(program: SteppedProgram, kernels: Kernels, cupy: ModuleType, itemsize: int) -> BoundProgram:
     """Copy a program's tables to the memory of the current GPU."""
-    longest = max((len(lane.steps) for lane in program.lanes), default=0)
+    longest = max((len(stream.steps) for stream in program.streams), default=0)
     return BoundProgram(
         program,
-        tuple(kernels.upload(work_of(lane.joins, itemsize), 3) for lane in program.lanes),
+        tuple(kernels.upload(work_of(stream.joins, itemsize), 3) for stream in program.streams),
         cupy.empty(program.scratch, dtype=np.uint8) if program.scratch else None,
         cupy.asarray(np.arange(longest + 1, dtype=np.int32)),
     )
@@ -73,7 +73,7 @@ class NcclStreams:
     def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
-        self._lanes: list[_Streams] = []
+        self._streams: list[_Streams] = []
         self._memory: Any = cupy.cuda.alloc_pinned_memory(4 * most)
         self.marks: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=most)
 
@@ -81,17 +81,17 @@ class NcclStreams:
     def origin(self) -> Any:
         """Return the stream before which everything starts, and which continues when all has ended."""
         self._have(1)
-        return self._lanes[0].moving
+        return self._streams[0].moving
 
-    def send_addresses(self, placed: BoundProgram, addresses: NDArray[np.int64]) -> None:
+    def send_addresses(self, bound: BoundProgram, addresses: NDArray[np.int64]) -> None:
         """Copy the addresses of the buffers to the kernels' tables."""
         with self.origin:
-            for work in placed.works:
+            for work in bound.works:
                 work.bases.set(addresses)
 
     def run(
         self,
-        placed: BoundProgram,
+        bound: BoundProgram,
         connections: NcclCommunicators,
         kernel: Any,
         addresses: NDArray[np.int64],
@@ -102,44 +102,46 @@ class NcclStreams:
         `addresses` has the buffers' three addresses. `check` is called before each step, and may raise to end the
         collective.
         """
-        lanes = placed.program.lanes
-        links = connections.have(len(lanes))
-        self._have(len(lanes))
+        programs = bound.program.streams
+        links = connections.have(len(programs))
+        self._have(len(programs))
         origin = self.origin
         begun = self._event(origin)
-        streams = [
-            stream for one in self._lanes[: len(lanes)] for stream in (one.moving, one.joining, one.marking)
+        others = [
+            stream
+            for one in self._streams[: len(programs)]
+            for stream in (one.moving, one.joining, one.marking)
         ][1:]
-        for stream in streams:
+        for stream in others:
             stream.wait_event(begun)
         turns = sorted(
             (step.number, number, place)
-            for number, lane in enumerate(lanes)
-            for place, step in enumerate(lane.steps)
+            for number, program in enumerate(programs)
+            for place, step in enumerate(program.steps)
         )
         joined: dict[tuple[int, int], Any] = {}
         where = [int(address) for address in addresses]
         for _, number, place in turns:
             check()
-            step, lane = lanes[number].steps[place], self._lanes[number]
+            step, streams = programs[number].steps[place], self._streams[number]
             if step.joined is not None:
-                lane.moving.wait_event(joined[number, step.joined])
+                streams.moving.wait_event(joined[number, step.joined])
             with connections.group():
-                self._move(step, links[number], lane.moving, where)
+                self._move(step, links[number], streams.moving, where)
             connections.settle(links[number], check)
-            moved = self._event(lane.moving)
-            self._mark(placed, number, place + 1, lane.marking, moved)
+            moved = self._event(streams.moving)
+            self._mark(bound, number, place + 1, streams.marking, moved)
             if step.join is not None:
-                lane.joining.wait_event(moved)
-                with lane.joining:
-                    self._kernels.launch(kernel, placed.works[number], step.join)
-                joined[number, place] = self._event(lane.joining)
-        for stream in streams:
+                streams.joining.wait_event(moved)
+                with streams.joining:
+                    self._kernels.launch(kernel, bound.works[number], step.join)
+                joined[number, place] = self._event(streams.joining)
+        for stream in others:
             origin.wait_event(self._event(stream))
 
     def _have(self, count: int) -> None:
-        while len(self._lanes) < count:
-            self._lanes.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
+        while len(self._streams) < count:
+            self._streams.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
 
     def _event(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -152,10 +154,10 @@ class NcclStreams:
         for one in step.receives:
             link.receive(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
 
-    def _mark(self, placed: BoundProgram, lane: int, value: int, stream: Any, moved: Any) -> None:
+    def _mark(self, bound: BoundProgram, number: int, value: int, stream: Any, moved: Any) -> None:
         stream.wait_event(moved)
         runtime = self._cupy.cuda.runtime
-        target, source = self._memory.ptr + 4 * lane, placed.steps.data.ptr + 4 * value
+        target, source = self._memory.ptr + 4 * number, bound.steps.data.ptr + 4 * value
         runtime.memcpyAsync(target, source, 4, runtime.memcpyDeviceToHost, stream.ptr)
 
 

@@ -184,8 +184,7 @@ class KernelPlan:
 
 
 def _parts(key: PlanKey, found: ForestSteps, blocks: int) -> int:
-    """Return into how many parts steps are cut: a rank's longest one is shared by as many blocks as its work
-    is worth."""
+    """Return into how many parts steps are cut: a rank's longest one shares blocks by its part of the work."""
     work: dict[tuple[int, int], list[float]] = {}
     for step in found.steps:
         ends = len(step.arrivals) + len(step.departures)
@@ -341,8 +340,7 @@ class _KernelTablesBuilder:
 def _dealt_to_blocks(
     pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """Deal steps out to blocks, the most work first to the least loaded block; steps that continue a sum stay
-    with it."""
+    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it."""
     chains: dict[tuple[int, int], list[int]] = {}
     head: dict[int, int] = {}
     for number, (step, part) in enumerate(pieces):

@@ -197,7 +197,7 @@ class NcclBackend(OneRank):
         self._captures = 0
         self._closed = False
         with self.arrays.here():
-            self._lanes = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
+            self._streams = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
         self._connections = NcclCommunicators(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
@@ -354,7 +354,7 @@ class NcclBackend(OneRank):
 
     def close(self) -> None:
         self._leave(together=True, ends=True)
-        self._connections.let_go()
+        self._connections.abort_parent()
         if self.survivors is not None:
             self.survivors.close()
 
@@ -367,11 +367,11 @@ class NcclBackend(OneRank):
         if self._guard.error is None:
             self._leave_engine(together=together)
             if ends:
-                self._connections.give_up()
+                self._connections.destroy_all()
             else:
                 self._connections.abort(idle=True)
             self._drop_graphs()
-            self._connections.left(DESTROY_SECONDS)
+            self._connections.wait_ended(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
         for close in self._on_close:
@@ -391,7 +391,7 @@ class NcclBackend(OneRank):
         runtime, survivors = self._cupy.cuda.runtime, self.survivors
         try:
             with self._gpu():
-                self._under_way(runtime.streamQuery(self._lanes.origin.ptr))
+                self._under_way(runtime.streamQuery(self._streams.origin.ptr))
         except runtime.CUDARuntimeError:
             self.survivors = None
             if survivors is not None:
@@ -400,17 +400,17 @@ class NcclBackend(OneRank):
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)
         engine = self._engine
-        placed = None if engine is None else engine.place(call)
-        if engine is not None and placed is not None:
+        bound = None if engine is None else engine.place(call)
+        if engine is not None and bound is not None:
             place = engine.place_of_result(result, one.result.nbytes)
-            whole = call.plan.collective in WHOLE and not placed.small
+            whole = call.plan.collective in WHOLE and not bound.small
             direct = engine.place(call, direct=True) if place and whole else None
             self._check_engine(engine)
             offers = self._agree(call.signature, place)
             if direct is not None and min(offers) == max(offers):
-                placed = direct
+                bound = direct
             if len(call.table):
-                self._run_kernel(engine, placed, source, result, self._ready(stream))
+                self._run_kernel(engine, bound, source, result, self._ready(stream))
         elif self._engine is not None and self._settings["engine"] == "windows":
             raise UsageError(
                 f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
@@ -419,7 +419,7 @@ class NcclBackend(OneRank):
         else:
             self._run_messages(call, source, result, stream)
             if call.op == "avg" and call.dtype in AVERAGED and one.result.size:
-                with self._lanes.origin:
+                with self._streams.origin:
                     self.arrays.kernels.divide(one.result, call.dtype, self.size)
                 self._wait()
 
@@ -431,18 +431,18 @@ class NcclBackend(OneRank):
                 "capturing a collective in a graph needs the windows engine on one server; this communicator "
                 f"has {self.about_engine}"
             )
-        placed = engine.kept(call)
+        bound = engine.kept(call)
         self._check_engine(engine)
-        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
+        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if bound is None else CAPTURES)
         averaged = call.op == "avg" and call.dtype not in AVERAGED
-        if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
+        if bound is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
                 "a graph can capture an allreduce, reduce or reduce_scatter that ran before on arrays of this type and "
                 "length, except an average of integers or 16-bit floats; run it once before the capture"
             )
-        origin = self._lanes.origin
+        origin = self._streams.origin
         origin.wait_event(self._ready(stream))
-        engine.queue(placed, *_addresses(call), captured=call.memory)
+        engine.queue(bound, *_addresses(call), captured=call.memory)
         user.wait_event(self._ready(origin))
 
     def _users_stream(self) -> Any:
@@ -480,7 +480,7 @@ class NcclBackend(OneRank):
                 return f"messages: {found}"
             most = min(BLOCKS, processors // found.sharing)
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
-            kernels, origin = self.arrays.kernels, self._lanes.origin
+            kernels, origin = self.arrays.kernels, self._streams.origin
             self._engine = WindowEngine(
                 self._cupy,
                 kernels,
@@ -519,13 +519,13 @@ class NcclBackend(OneRank):
         return ready
 
     def _run_kernel(
-        self, engine: WindowEngine, placed: BoundKernelPlan, source: int, result: int, ready: Any
+        self, engine: WindowEngine, bound: BoundKernelPlan, source: int, result: int, ready: Any
     ) -> None:
-        origin = self._lanes.origin
-        engine.begins(placed)
+        origin = self._streams.origin
+        engine.begins(bound)
         with self._guard.watch(engine.progress, engine.waiting):
             origin.wait_event(ready)
-            engine.queue(placed, source, result, self._move)
+            engine.queue(bound, source, result, self._move)
             self._wait()
         self._check_engine(engine)
 
@@ -544,46 +544,46 @@ class NcclBackend(OneRank):
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
         """Queue messages behind a kernel (`window_engine.Move`)."""
-        (link, *_), stream = self._connections.have(1), self._lanes.origin.ptr
+        (link, *_), stream = self._connections.have(1), self._streams.origin.ptr
         with self._connections.group():
             for sends, peer, address, nbytes in messages:
                 (link.send if sends else link.receive)(address, nbytes, peer, stream)
         self._connections.settle(link, self._guard.check)
 
     def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
-        placed, replays = self._placed(call)
-        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
+        bound, replays = self._bound_program(call)
+        scratch = 0 if bound.scratch is None else bound.scratch.data.ptr
         addresses = np.array([source, result, scratch], dtype=np.int64)
         key = (call.op, call.dtype, *addresses.tolist())
         what = replay_decision(self._agree(call.signature, replays.offer(key) if self._graphs else 0))
         if not len(call.table):
             return
-        program = placed.program
-        self._connections.have(len(program.lanes))
+        program = bound.program
+        self._connections.have(len(program.streams))
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
-        marks = self._lanes.marks
-        marks[: len(program.lanes)] = 0
-        origin, ready = self._lanes.origin, self._ready(stream)
+        marks = self._streams.marks
+        marks[: len(program.streams)] = 0
+        origin, ready = self._streams.origin, self._ready(stream)
         with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
             origin.wait_event(ready)
-            self._lanes.send_addresses(placed, addresses)
+            self._streams.send_addresses(bound, addresses)
             if what == "capture":
-                self._capture(placed, replays, key, kernel, addresses)
+                self._capture(bound, replays, key, kernel, addresses)
             if what == "run":
                 replays.ran(key)
-                self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+                self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
             else:
                 replays.graph(key).launch(origin)
             self._wait()
 
     def _capture(
-        self, placed: BoundProgram, replays: GraphReplays, key: object, kernel: Any, addresses: Any
+        self, bound: BoundProgram, replays: GraphReplays, key: object, kernel: Any, addresses: Any
     ) -> None:
-        origin = self._lanes.origin
+        origin = self._streams.origin
         self._captures += 1
         origin.begin_capture()
         try:
-            self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+            self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
         except BaseException:
             # the stream must not stay in its capture, and nothing may hold what was captured
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
@@ -594,7 +594,7 @@ class NcclBackend(OneRank):
     def _wait(self) -> None:
         """Wait for the GPU: at first without sleeping, since most collectives are short."""
         ended = self._cupy.cuda.Event(disable_timing=True)
-        ended.record(self._lanes.origin)
+        ended.record(self._streams.origin)
         runtime = self._cupy.cuda.runtime
         pause = 0.0
         while self._under_way(runtime.eventQuery(ended.ptr)):
@@ -638,7 +638,7 @@ class NcclBackend(OneRank):
     def _about(self, offer: int) -> str:
         return json.dumps({**self._settings, "offer": offer})
 
-    def _placed(self, call: Call[Any]) -> tuple[BoundProgram, GraphReplays]:
+    def _bound_program(self, call: Call[Any]) -> tuple[BoundProgram, GraphReplays]:
         one = call.memory[0]
         layout = (call.table, call.itemsize, one.given, one.block)
         if layout not in self._programs:
@@ -697,10 +697,10 @@ class NcclBackend(OneRank):
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
                 failure.add_note(engine.state())
         self._drop_graphs()
-        self._connections.left(ABORT_SECONDS)
+        self._connections.wait_ended(ABORT_SECONDS)
         if not self._drain() and self._connections.parent is not None:
             # only an abort ends a kernel that has not read the stop word, as one in a graph
-            self._connections.let_go()
+            self._connections.abort_parent()
             self._drain()
 
     def _drain(self) -> bool:
@@ -708,7 +708,7 @@ class NcclBackend(OneRank):
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
         with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
-            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)):
+            while self._under_way(runtime.streamQuery(self._streams.origin.ptr)):
                 if time.monotonic() > end:
                     return False
                 time.sleep(1e-3)
@@ -762,8 +762,7 @@ def _addresses(call: Call[Any]) -> tuple[int, int]:
 
 
 def _captures(stream: Any) -> bool:
-    """Return whether work on a stream goes into a graph; CUDA's default streams are not asked, since they never
-    capture."""
+    """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
     return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
 
 

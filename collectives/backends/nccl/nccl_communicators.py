@@ -164,7 +164,7 @@ class NcclCommunicators:
             yield
 
     def settle(self, link: NcclCommunicator, check: Callable[[], None]) -> None:
-        """Wait until what was begun on a communicator is queued on its stream; `check` is called repeatedly and may
+        """Wait until what was begun on a communicator is queued on its stream; `check` is called meanwhile, and may
         raise."""
         spins = 0
         while not self._library.waits:
@@ -175,12 +175,12 @@ class NcclCommunicators:
             try:
                 check()
             except BaseException:
-                self._calm(link)
+                self._wait_briefly(link)
                 raise
             spins += 1
             time.sleep(0 if spins < SPINS else 1e-4)
 
-    def _calm(self, link: NcclCommunicator) -> None:
+    def _wait_briefly(self, link: NcclCommunicator) -> None:
         """Give NCCL's own thread time to queue what was begun: a capture must not end before."""
         end = time.monotonic() + BLOCKED_CALL_SECONDS
         with suppress(NcclFailed):
@@ -206,21 +206,21 @@ class NcclCommunicators:
 
     def abort(self, *, idle: bool = False) -> None:
         """Begin to abort, from any thread, without waiting; `idle` says that nothing is under way."""
-        self._leave(lambda link: None if self._keep(link, idle) else self._drop(link))
+        self._leave(lambda link: None if self._keep_as_parent(link, idle) else self._drop(link))
 
-    def let_go(self) -> None:
+    def abort_parent(self) -> None:
         """Abort the parent; wait `ABORT_SECONDS` at most."""
         parent, self.parent = self.parent, None
         if parent is not None:
             parent.used = True
             self._apart(parent.abort).join(ABORT_SECONDS)
 
-    def give_up(self) -> None:
+    def destroy_all(self) -> None:
         """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
         self._leave(lambda link: link.destroy())
 
-    def left(self, seconds: float) -> bool:
-        """Wait up to `seconds` for what `abort` or `give_up` has begun; return whether it has ended."""
+    def wait_ended(self, seconds: float) -> bool:
+        """Wait up to `seconds` for what `abort` or `destroy_all` has begun; return whether it has ended."""
         return not self._ended or self._gone.wait(seconds)
 
     def _leave(self, how: Callable[[NcclCommunicator], object]) -> None:
@@ -257,7 +257,7 @@ class NcclCommunicators:
             self.parent.abort()
         link.abort()
 
-    def _keep(self, link: NcclCommunicator, idle: bool) -> bool:
+    def _keep_as_parent(self, link: NcclCommunicator, idle: bool) -> bool:
         """Keep an idle communicator as `parent` if that is wanted and possible; return whether it stays."""
         if not self.keeps or link is not self._made[0]:
             return False
@@ -302,7 +302,7 @@ class NcclCommunicators:
 
     def _connect(self) -> None:
         """Make one more communicator in a thread, since NCCL may wait for all ranks without end."""
-        begin = self._beginning()
+        begin = self._next_communicator()
         failure: list[BaseException] = []
 
         def join() -> None:
@@ -329,12 +329,10 @@ class NcclCommunicators:
             raise self._reported(
                 f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why{short_of_shared_memory()}"
             )
-        self.let_go()
+        self.abort_parent()
 
-    def _beginning(self) -> Callable[[], NcclCommunicator]:
-        """Return how the next communicator begins, the same on all ranks: by a shrink of the common parent, or by a new
-        id.
-        """
+    def _next_communicator(self) -> Callable[[], NcclCommunicator]:
+        """Return how the next communicator begins, the same on all ranks: by a shrink of the parent, or by a new id."""
         world, parent, shrinking = self._world, self.parent, self._library.shrinking
         stays = parent is not None and not parent.used
         mine = {

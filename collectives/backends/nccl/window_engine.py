@@ -64,9 +64,7 @@ COMPLETE = 0xFFFFFFFF
 """Progress word of a block that has ended; as in ``forest.cu``."""
 
 Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
-"""Key of a program: table, dtype, operation, the elements that the rank puts in and gets, and whether other ranks write
-to its result.
-"""
+"""Key of a program: table, dtype, operation, input and result elements, and whether other ranks write to its result."""
 
 Move = Callable[[Sequence[tuple[bool, int, int, int]]], None]
 """Queue a group of messages: whether it sends, the peer, an address and bytes."""
@@ -174,10 +172,10 @@ class WindowEngine:
         layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
         if layout not in self._programs:
             with self._stream:  # the tables are copied before the kernel starts
-                placed = self._small(call) or self._large(call, direct)
-            if placed is None:
+                bound = self._small(call) or self._large(call, direct)
+            if bound is None:
                 return None
-            self._programs[layout] = placed
+            self._programs[layout] = bound
             while len(self._programs) > KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(layout)
@@ -195,7 +193,7 @@ class WindowEngine:
 
     def queue(
         self,
-        placed: BoundKernelPlan,
+        bound: BoundKernelPlan,
         source: int,
         result: int,
         move: Move | None = None,
@@ -208,20 +206,20 @@ class WindowEngine:
         captured: it is kept as long as the engine lives.
         """
         if captured is not None:
-            self._captured.append((placed, captured))
-        room = 0 if placed.room is None else placed.room.data.ptr
-        places = (source, result) if placed.small else (source, result, room)
+            self._captured.append((bound, captured))
+        room = 0 if bound.room is None else bound.room.data.ptr
+        places = (source, result) if bound.small else (source, result, room)
         with self._stream:
-            for one in placed.launches:
+            for one in bound.launches:
                 if one.job is not None:
-                    placed.kernel((one.grid,), (placed.threads,), (one.job, *map(np.int64, places)))
+                    bound.kernel((one.grid,), (bound.threads,), (one.job, *map(np.int64, places)))
                 if one.messages:
                     assert move is not None, "there are several domains"
-                    move(self._addressed(one.messages, (source, result, room), placed.itemsize))
+                    move(self._addressed(one.messages, (source, result, room), bound.itemsize))
 
-    def begins(self, placed: BoundKernelPlan) -> None:
+    def begins(self, bound: BoundKernelPlan) -> None:
         """Reset progress and waits of the blocks; no kernel may run."""
-        self._running = placed
+        self._running = bound
         self._page[FIRST_BLOCK:] = 0
 
     def progress(self) -> int:
@@ -338,9 +336,8 @@ class WindowEngine:
         return moved
 
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
-        """Return the program that sends every input to all ranks; None if the collective is too large or has no such
-        order.
-        """
+        """Return the program that sends every input to all ranks; None for a large collective, or one without
+        an order."""
         if call.table.count * call.itemsize > self._small_bytes:
             return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))

@@ -362,8 +362,7 @@ def _wake(frame: Numbers, control: Word, own: Word, ranks: Word, what: Word, cou
 
 @compiled
 def _reached(control: Word, ranks: Word, place: Word, least: Word) -> bool:
-    """Return whether a rank has done so many operations; for place -1, whether all have published the note of this
-    number."""
+    """Return whether a rank has done so many operations; for place -1, whether all have published this note."""
     if place >= 0:
         done: bool = load_word(control + place * PAGE + 8 * DONE) >= least
         return done

@@ -267,8 +267,7 @@ def order_of(table: TransferTable, held: ValueInstances, placement: HostPlacemen
 
 
 def _pipeline_steps(table: TransferTable) -> Numbers:
-    """Return the step of every row; a step takes one new chunk, of the shards in turn in proportion to their
-    lengths."""
+    """Return the step of every row; a step takes one new chunk, of the shards in proportion to their lengths."""
     if not len(table):
         return np.zeros(0, dtype=np.int64)
     chunks = -(-np.diff(table.bounds) // table.chunk_elements)

@@ -281,8 +281,7 @@ class TcpCollective:
         return bool(self._frame[compiled_exchange.LEFT] == 0)
 
     def arrivals(self) -> Iterator[tuple[Queue, EdgeStream, int, int, int]]:
-        """Yield the chunks that came: link, stream, chunk, and when each began to arrive and was complete, in
-        nanoseconds."""
+        """Yield the chunks that came: link, stream, chunk, and nanoseconds of its begin and end."""
         for row, link in zip(self._link_rows, self.program.links, strict=True):
             for place in range(row[compiled_exchange.FIRST_STREAM], row[compiled_exchange.LAST_STREAM]):
                 if link[1] == self.program.rank:

@@ -172,8 +172,7 @@ class TcpConnections:
         return {queue: use for queue, use in found.items() if use is not None}
 
     def open_barrier(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
-        """Open `barrier_out`, or raise as `open`; return a function that tells whether the peers have opened
-        `barrier_in`."""
+        """Open `barrier_out`; return a function that tells whether the peers have opened `barrier_in`."""
         size = len(self._peers)
         for distance in distances:
             peer = (self.rank + distance) % size

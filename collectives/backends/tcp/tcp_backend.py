@@ -240,8 +240,7 @@ class TcpBackend(OneRank):
     def _of_group(
         cls, gather: Gather, members: Sequence[int], *, rank: int, local: str, **options: Any
     ) -> TcpBackend:
-        """Return the back end of a rank of a group, whose first member hosts the rendezvous; all ranks that gather have
-        a group."""
+        """Return the back end of a rank of a group, whose first member hosts the rendezvous."""
         address, place = rendezvous_within(gather, members, rank=rank, local=local)
         try:
             made = cls(members.index(rank), len(members), rendezvous=address, **options)
@@ -508,8 +507,7 @@ class TcpBackend(OneRank):
             world.wait(lambda: False, timeout=self._timeout)
 
     def reach_others(self, timeout: float) -> None:
-        """Open the connections of the barrier within `timeout` seconds, as the first collective would; all ranks call
-        it.
+        """Open the barrier's connections within `timeout` seconds, as the first collective would; all ranks call it.
 
         If the ranks do not reach each other the back end is unusable from then on.
         """

@@ -58,8 +58,7 @@ class GroupMessage:
 
 
 class LostPeer(Exception):
-    """A message did not get through: its `peer` and `step`, or None, and the `fault`, a clause with the peer as its
-    subject."""
+    """A message did not get through: its `peer` and `step`, or None, and the `fault`, a clause about the peer."""
 
     def __init__(self, peer: int | None, step: int | None, fault: str) -> None:
         super().__init__(fault)
@@ -359,8 +358,7 @@ class GroupControlPlane(BlockControlPlane):
         }
 
     def guarded(self, task: Callable[[], Result]) -> Result:
-        """Return a task's result; after the loss of a peer notify all ranks and raise `BackendError` with the
-        culprit."""
+        """Return a task's result; after the loss of a peer notify all ranks and raise the culprit as `BackendError`."""
         try:
             return task()
         except LostPeer as lost:

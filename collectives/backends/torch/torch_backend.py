@@ -131,12 +131,12 @@ def program(
     """
     one = RankArrays(rank, given, None, block, None)
     found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
-    (lane,) = found.lanes
-    return TorchProgram(tuple(_torch_steps(lane, ahead)), found.scratch)
+    (stream,) = found.streams
+    return TorchProgram(tuple(_torch_steps(stream, ahead)), found.scratch)
 
 
-def _torch_steps(lane: ProgramStream, ahead: bool) -> list[TorchStep]:
-    steps, joins = lane.steps, _joins(lane.joins)
+def _torch_steps(stream: ProgramStream, ahead: bool) -> list[TorchStep]:
+    steps, joins = stream.steps, _joins(stream.joins)
     turns: list[TorchStep] = []
     leaving: list[tuple[int, ProgramMessage]] = []
     started: tuple[ProgramMessage, ...] = ()
@@ -280,8 +280,7 @@ class TorchBackend(OneRank):
         self._world.guarded(lambda: _execute(steps, buffers, wires, joined))
 
     def meet_survivors(self, local: str) -> None:
-        """Enable recovery if all tensors are on the CPU; all ranks call this, with their machine's address for the
-        others."""
+        """Enable recovery if all tensors are on the CPU; all ranks call this, with their machine's address."""
         if set(self._wires) == {"cpu"}:
             self.survivors = MembershipProtocol.of(self.gather_texts, self.ranks[0], local)
 

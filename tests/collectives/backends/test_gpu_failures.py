@@ -376,9 +376,9 @@ def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_wit
 
     def task(comm: Communicator, rank: int) -> Any:
         if rank == 2:
-            lanes: Any = comm._open().backend._lanes  # type: ignore[attr-defined]
-            run = lanes.run
-            lanes.run = lambda *arguments: (gave_up.wait(60), run(*arguments))
+            streams: Any = comm._open().backend._streams  # type: ignore[attr-defined]
+            run = streams.run
+            streams.run = lambda *arguments: (gave_up.wait(60), run(*arguments))
         try:
             return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         finally:
