@@ -17,35 +17,9 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import AVERAGED, Call, TraceEvent
 from collectives.backends.shared import compiled_program as machine
+from collectives.backends.shared import shared_program as operation
 from collectives.backends.shared.compiled_program import run
-from collectives.backends.shared.shared_program import (
-    ASIDE,
-    BLOCK,
-    BYTES,
-    COPY,
-    COPY_PAST,
-    DIVIDE,
-    FETCH,
-    FIRST_ARRAY,
-    FIRST_INPUT,
-    FIRST_WAIT,
-    JOIN,
-    JOIN_ONE,
-    KIND,
-    LAST_INPUT,
-    LAST_WAIT,
-    MEMORY,
-    MESSAGE,
-    OFFSET,
-    RESULT,
-    ROW,
-    SCRATCH,
-    SHARED,
-    SHOWN,
-    SOURCE,
-    TOGETHER,
-    SharedProgram,
-)
+from collectives.backends.shared.shared_program import SharedProgram
 from collectives.peers.control_page import (
     DONE,
     LOOK,
@@ -195,9 +169,11 @@ class RunMemory:
 
     def memory(self, number: int) -> Any:
         """Return a memory of the program, as elements."""
-        if number in (SOURCE, RESULT):
-            return self.buffers.source if number == SOURCE else self.buffers.result
-        room = self.areas[{SHARED: 0, SCRATCH: 1, BLOCK: 1, SHOWN: 2}[number]]
+        if number in (operation.SOURCE, operation.RESULT):
+            return self.buffers.source if number == operation.SOURCE else self.buffers.result
+        room = self.areas[
+            {operation.SHARED: 0, operation.SCRATCH: 1, operation.BLOCK: 1, operation.SHOWN: 2}[number]
+        ]
         return self.buffers.arithmetic.as_elements(room.data)
 
     def memories(self) -> tuple[int, ...]:
@@ -248,7 +224,7 @@ class PreparedProgram:
         frame[machine.BASE] = base
         frame[machine.ARRAYS : machine.FETCHES + 1] = arrays, fetches
         frame[machine.UNREAD : machine.IN_PLACE + 1] = 0
-        frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = memories
+        frame[machine.MEMORIES : machine.MEMORIES + operation.FIRST_ARRAY] = memories
 
 
 class ProgramRunner:
@@ -335,7 +311,7 @@ class ProgramRunner:
                 self._watch.check()
             if status == machine.NOT_READ:  # its process has ended, or is about to
                 peer = self._members[frame[machine.UNREAD] - 1]
-                self._watch.unreadable(peer, int(program.operations[position, ROW]))
+                self._watch.unreadable(peer, int(program.operations[position, operation.ROW]))
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "agreements compare"
                 differ()
@@ -353,7 +329,7 @@ class ProgramRunner:
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)
             place = next(missing, self._own)
         else:
-            number = program.operations[position, FIRST_WAIT] + self._frame[machine.WAIT]
+            number = program.operations[position, operation.FIRST_WAIT] + self._frame[machine.WAIT]
             place, done, row = program.waits[number].tolist()
             name, least = DONE, base + done
         index = place * WORDS + name
@@ -361,13 +337,13 @@ class ProgramRunner:
 
 
 DOING = {
-    COPY: "copy",
-    COPY_PAST: "copy",
-    JOIN: "add",
-    JOIN_ONE: "add",
-    DIVIDE: "divide",
-    FETCH: "read and add",
-    ASIDE: "send",
+    operation.COPY: "copy",
+    operation.COPY_PAST: "copy",
+    operation.JOIN: "add",
+    operation.JOIN_ONE: "add",
+    operation.DIVIDE: "divide",
+    operation.FETCH: "read and add",
+    operation.ASIDE: "send",
 }
 """Names of operations in a trace."""
 
@@ -381,13 +357,14 @@ def trace_events_of(
         steps.append(TraceEvent(row, "meet", int(times[0, 0]), int(times[0, 2])))
     for number in np.flatnonzero(times[1:, 2]).tolist():
         came, ready, done = times[number + 1].tolist()
-        operation = program.operations[number]
+        one = program.operations[number]
         if ready - came > BRIEF:
-            places = program.waits[operation[FIRST_WAIT] : operation[LAST_WAIT], 0].tolist()
-            ranks = ", ".join(str(members[one]) for one in sorted(set(places)))
+            places = program.waits[one[operation.FIRST_WAIT] : one[operation.LAST_WAIT], 0].tolist()
+            ranks = ", ".join(str(members[other]) for other in sorted(set(places)))
             steps.append(TraceEvent(row, f"wait for {ranks}", came, ready))
-        if operation[BYTES]:
-            steps.append(TraceEvent(row, f"{DOING[int(operation[KIND])]} {operation[BYTES]} B", ready, done))
+        if one[operation.BYTES]:
+            work = f"{DOING[int(one[operation.KIND])]} {one[operation.BYTES]} B"
+            steps.append(TraceEvent(row, work, ready, done))
     return steps
 
 
@@ -410,19 +387,21 @@ def _aside(
     messages: MessageTransport | None,
 ) -> None:
     """Do in Python the group of operations that begins at `position`."""
-    together = program.operations[position : position + program.operations[position, TOGETHER]].tolist()
+    together = program.operations[
+        position : position + program.operations[position, operation.TOGETHER]
+    ].tolist()
     head = together[0]
-    message, nbytes, arithmetic = head[MESSAGE], head[BYTES], work.buffers.arithmetic
+    message, nbytes, arithmetic = head[operation.MESSAGE], head[operation.BYTES], work.buffers.arithmetic
 
     def part(memory: int, offset: int, start: int, stop: int) -> Any:
-        first = (offset + (0 if memory == BLOCK else start)) // arithmetic.itemsize
+        first = (offset + (0 if memory == operation.BLOCK else start)) // arithmetic.itemsize
         return work.memory(memory)[first : first + (stop - start) // arithmetic.itemsize]
 
     if messages is not None:
         for number in program.unsent.get(position, ()):
             messages.left(number)
-        if head[MEMORY] < 0:
-            origins = program.inputs[head[FIRST_INPUT] : head[LAST_INPUT]].tolist()
+        if head[operation.MEMORY] < 0:
+            origins = program.inputs[head[operation.FIRST_INPUT] : head[operation.LAST_INPUT]].tolist()
             messages.send(
                 message, part(origins[0][0], origins[0][1], 0, nbytes)
             ) if message >= 0 else messages.finish()
@@ -434,10 +413,10 @@ def _aside(
         for start in range(0, nbytes, block or 1):
             stop = min(start + block, nbytes)
             for line in together:
-                target = part(line[MEMORY], line[OFFSET], start, stop)
-                origins = program.inputs[line[FIRST_INPUT] : line[LAST_INPUT]].tolist()
+                target = part(line[operation.MEMORY], line[operation.OFFSET], start, stop)
+                origins = program.inputs[line[operation.FIRST_INPUT] : line[operation.LAST_INPUT]].tolist()
                 inputs = [part(origin[0], origin[1], start, stop) for origin in origins]
-                if line[KIND] == DIVIDE:
+                if line[operation.KIND] == operation.DIVIDE:
                     if arithmetic.divisor != 1:
                         np.divide(target, arithmetic.divisor, out=target)
                 elif len(inputs) == 1:

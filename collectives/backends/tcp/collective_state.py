@@ -29,26 +29,8 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
 from collectives.backends.shared.program_runner import RankBuffers, rank_buffers_of
-from collectives.backends.tcp import compiled_exchange
+from collectives.backends.tcp import compiled_exchange as machine
 from collectives.backends.tcp.chunk_order import orders
-from collectives.backends.tcp.compiled_exchange import (
-    BY_PYTHON,
-    COME,
-    DONE,
-    FRAME,
-    GIVEN,
-    GOT,
-    OUTBOX,
-    PEER_ENDED,
-    RANK,
-    RANKS,
-    ROUND,
-    SHOWN,
-    SOURCE,
-    STRANGE,
-    WAITING,
-    barrier,
-)
 from collectives.backends.tcp.link_addresses import Queue
 from collectives.peers.control_page import SHOWABLE, AddressedMemory, ScratchMemory
 from collectives.peers.control_plane import LENGTH, Waiting
@@ -115,7 +97,7 @@ class TcpProgram:
                 slots, slot = min(one.slots, one.stream.chunks), longest[one.stream.number]
                 partial[one.stream.shard] = (elements, slots, slot)
                 elements += slots * slot
-        streams = np.zeros((len(mine), len(compiled_exchange.STREAM_COLUMNS)), dtype=np.int64)
+        streams = np.zeros((len(mine), len(machine.STREAM_COLUMNS)), dtype=np.int64)
         befores: list[tuple[int, int]] = []
         keeps = buffers = first_chunk = 0
         for place, one in enumerate(mine):
@@ -151,11 +133,11 @@ class TcpProgram:
             # a chunk of a stream that is not held waits only at its link
             buffers += window if arrives else 0
         links = tuple(sorted({link for link, _, _ in carried}))
-        link_rows = np.zeros((len(links), compiled_exchange.LINK_WORDS), dtype=np.int64)
+        link_rows = np.zeros((len(links), machine.LINK_WORDS), dtype=np.int64)
         for place, link in enumerate(links):
             numbers = [number for number, (other, _, _) in enumerate(carried) if other == link]
             left = sum(mine[number].stream.chunks for number in numbers)
-            link_rows[place, : compiled_exchange.PACE] = (
+            link_rows[place, : machine.PACE] = (
                 -1,
                 link[0] == rank,
                 numbers[0],
@@ -163,7 +145,7 @@ class TcpProgram:
                 left,
             )
             buffers += link[1] == rank
-        link_rows[:, compiled_exchange.STREAM] = -1
+        link_rows[:, machine.STREAM] = -1
         return cls(
             rank,
             tuple(one.stream for one in mine),
@@ -190,10 +172,10 @@ class TcpCollective:
         self, program: TcpProgram, table: TransferTable, scratch: ScratchMemory, wakeup: int
     ) -> None:
         self.program = program
-        self.status = WAITING
+        self.status = machine.WAITING
         self._table = table
         self._scratch = scratch
-        self._chunks = int(program.streams[:, compiled_exchange.CHUNKS].sum())
+        self._chunks = int(program.streams[:, machine.CHUNKS].sum())
         self._link_rows = program.link_rows.copy()
         self._state = np.zeros((len(program.streams), 3), dtype=np.int64)
         self._kept = np.zeros(program.keeps, dtype=np.int64)
@@ -201,8 +183,8 @@ class TcpCollective:
         self._free = self._all_free.copy()
         self._polled = np.zeros((len(program.link_rows) + 1, 4), dtype=np.int16)
         self._polled.view(np.int32)[0, 0] = wakeup
-        self._polled[0, 2] = compiled_exchange.READ
-        self._frame = np.zeros(compiled_exchange.EXCHANGE_FRAME, dtype=np.int64)
+        self._polled[0, 2] = machine.READ
+        self._frame = np.zeros(machine.EXCHANGE_FRAME, dtype=np.int64)
         self._times = np.zeros((0, 2), dtype=np.int64)
         self.end()
 
@@ -224,7 +206,7 @@ class TcpCollective:
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
         self._buffers = buffers = rank_buffers_of(call)
         self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
-        self._frame[compiled_exchange.LEFT : compiled_exchange.TOUCHED + 1] = (
+        self._frame[machine.LEFT : machine.TOUCHED + 1] = (
             self._chunks,
             call.signature.call % CALLS,
             call.itemsize,
@@ -248,18 +230,16 @@ class TcpCollective:
         links that the system does not pace.
         """
         for place, link in enumerate(self.program.links):
-            if self._link_rows[place, compiled_exchange.DESCRIPTOR] < 0:
-                self._link_rows[place, compiled_exchange.DESCRIPTOR] = descriptor(link)
-                self._link_rows[place, compiled_exchange.PACE] = (
-                    max(1, round(paces[link])) if link in paces else 0
-                )
+            if self._link_rows[place, machine.DESCRIPTOR] < 0:
+                self._link_rows[place, machine.DESCRIPTOR] = descriptor(link)
+                self._link_rows[place, machine.PACE] = max(1, round(paces[link])) if link in paces else 0
 
     def go_on(self) -> None:
         """Move chunks until all is done, or Python has to look at something: see `status`."""
         program = self.program
         while True:
             self.status = int(
-                compiled_exchange.exchange(
+                machine.exchange(
                     program.streams,
                     program.befores,
                     self._link_rows,
@@ -271,22 +251,22 @@ class TcpCollective:
                     self._times,
                 )
             )
-            if self.status != BY_PYTHON:
+            if self.status != machine.BY_PYTHON:
                 return
             self._join()
 
     @property
     def finished(self) -> bool:
         """Return whether this rank has sent and joined everything."""
-        return bool(self._frame[compiled_exchange.LEFT] == 0)
+        return bool(self._frame[machine.LEFT] == 0)
 
     def arrivals(self) -> Iterator[tuple[Queue, EdgeStream, int, int, int]]:
         """Yield the chunks that came: link, stream, chunk, and nanoseconds of its begin and end."""
         for row, link in zip(self._link_rows, self.program.links, strict=True):
-            for place in range(row[compiled_exchange.FIRST_STREAM], row[compiled_exchange.LAST_STREAM]):
+            for place in range(row[machine.FIRST_STREAM], row[machine.LAST_STREAM]):
                 if link[1] == self.program.rank:
                     first, stream = (
-                        self.program.streams[place, compiled_exchange.FIRST_CHUNK],
+                        self.program.streams[place, machine.FIRST_CHUNK],
                         self.program.parts[place],
                     )
                     for chunk, (start, end) in enumerate(self._times[first:][: stream.chunks].tolist()):
@@ -295,24 +275,24 @@ class TcpCollective:
     @property
     def touched(self) -> float:
         """Return the time of the last progress, on the steady clock."""
-        return float(self._frame[compiled_exchange.TOUCHED]) / 1e9
+        return float(self._frame[machine.TOUCHED]) / 1e9
 
     def trouble(self) -> tuple[int, str]:
         """Return the peer with which a call failed, and how."""
-        link = self.program.links[self._frame[compiled_exchange.TROUBLE]]
+        link = self.program.links[self._frame[machine.TROUBLE]]
         leaves = link[0] == self.program.rank
         peer = link[1] if leaves else link[0]
-        if self.status == STRANGE:
+        if self.status == machine.STRANGE:
             call, number, chunk, nbytes = self._link_rows[
-                self._frame[compiled_exchange.TROUBLE], compiled_exchange.HEADER : compiled_exchange.CREDIT
+                self._frame[machine.TROUBLE], machine.HEADER : machine.CREDIT
             ]
             return peer, (
                 f"rank {peer} sent chunk {chunk} of stream {number} of collective {call} with {nbytes} bytes, "
                 "which is not expected now"
             )
-        if self.status == PEER_ENDED:
+        if self.status == machine.PEER_ENDED:
             return peer, f"rank {peer} closed its connection"
-        error = os.strerror(int(self._frame.view(np.int32)[2 * compiled_exchange.ERROR :][:2].sum()))
+        error = os.strerror(int(self._frame.view(np.int32)[2 * machine.ERROR :][:2].sum()))
         if leaves:
             return peer, f"cannot send to rank {peer}: {error}"
         return peer, f"the connection from rank {peer} broke: {error}"
@@ -340,7 +320,7 @@ class TcpCollective:
         rows = []
         for place, stream in enumerate(self.program.parts):
             leaves = stream.source == self.program.rank
-            chunk = int(self._state[place, DONE if leaves else COME])
+            chunk = int(self._state[place, machine.DONE if leaves else machine.COME])
             if chunk < stream.chunks and peer in (None, stream.source, stream.destination):
                 rows.append((leaves, chunk, stream.number, stream))
         if not rows:
@@ -350,28 +330,25 @@ class TcpCollective:
 
     def _join(self) -> None:
         """Add an arrived chunk with an operation that only Python has."""
-        place, buffers = int(self._frame[compiled_exchange.ASIDE]), self._buffers
+        place, buffers = int(self._frame[machine.ASIDE]), self._buffers
         assert buffers is not None, "between begin and end"
         row, room, itemsize = self.program.streams[place], self._scratch.of(0), buffers.arithmetic.itemsize
         as_elements = buffers.arithmetic.as_elements
-        number = int(self._state[place, DONE])
+        number = int(self._state[place, machine.DONE])
         first = number * self._table.chunk_elements
-        elements = min(self._table.chunk_elements, int(row[compiled_exchange.LENGTH_OF]) - first)
-        buffer = self._kept[row[compiled_exchange.KEPT] + number % row[compiled_exchange.KEEPS]]
-        begin = self._frame[compiled_exchange.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
+        elements = min(self._table.chunk_elements, int(row[machine.LENGTH_OF]) - first)
+        buffer = self._kept[row[machine.KEPT] + number % row[machine.KEEPS]]
+        begin = self._frame[machine.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
         arrived = as_elements(room.data[begin:][: elements * itemsize])
-        own = buffers.source[row[compiled_exchange.FIRST] + first :][:elements]
-        if row[compiled_exchange.SLOTS]:
+        own = buffers.source[row[machine.FIRST] + first :][:elements]
+        if row[machine.SLOTS]:
             sums = as_elements(room.data[: self.program.partial_elements * itemsize])
-            target = sums[
-                row[compiled_exchange.PLACE]
-                + number % row[compiled_exchange.SLOTS] * row[compiled_exchange.SLOT] :
-            ][:elements]
+            target = sums[row[machine.PLACE] + number % row[machine.SLOTS] * row[machine.SLOT] :][:elements]
         else:
-            target = buffers.result[row[compiled_exchange.PLACE] + first :][:elements]
+            target = buffers.result[row[machine.PLACE] + first :][:elements]
         with np.errstate(all="ignore"):
-            buffers.arithmetic.combine(own if row[compiled_exchange.OWN] else target, arrived, out=target)
-        self._frame[compiled_exchange.DONE_ASIDE] = 1
+            buffers.arithmetic.combine(own if row[machine.OWN] else target, arrived, out=target)
+        self._frame[machine.DONE_ASIDE] = 1
 
 
 def _longest(stream: EdgeStream, table: TransferTable) -> int:
@@ -439,9 +416,13 @@ class DisseminationBarrier:
         self._outbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self._inbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self.shown = AddressedMemory.of(np.empty(size * 2 * SHOWABLE if size <= MOST_RANKS else 0, np.uint8))
-        self._frame = np.zeros(FRAME, dtype=np.int64)
-        self._frame[RANK : RANKS + 1] = rank, size
-        self._frame[OUTBOX : SHOWN + 1] = self._outbox.address, self._inbox.address, self.shown.address
+        self._frame = np.zeros(machine.FRAME, dtype=np.int64)
+        self._frame[machine.RANK : machine.RANKS + 1] = rank, size
+        self._frame[machine.OUTBOX : machine.SHOWN + 1] = (
+            self._outbox.address,
+            self._inbox.address,
+            self.shown.address,
+        )
         self._rank, self._size = rank, size
         self._place = (0, 0, 0)
         self.touched = 0.0
@@ -453,15 +434,15 @@ class DisseminationBarrier:
         """
         self._outbox.data[:LENGTH] = np.frombuffer(note, np.uint8)
         frame = self._frame
-        frame[ROUND : GOT + 1] = 0
-        frame[GIVEN : SOURCE + 1] = nbytes, source
+        frame[machine.ROUND : machine.GOT + 1] = 0
+        frame[machine.GIVEN : machine.SOURCE + 1] = nbytes, source
         return self.go_on()
 
     def go_on(self) -> int:
         """Continue until all ranks have arrived, or Python has to look at something; return the result of `barrier`."""
-        status = int(barrier(self._rounds, self._frame, self._polled))
-        if status == WAITING:
-            place = tuple(self._frame[ROUND : GOT + 1].tolist())
+        status = int(machine.barrier(self._rounds, self._frame, self._polled))
+        if status == machine.WAITING:
+            place = tuple(self._frame[machine.ROUND : machine.GOT + 1].tolist())
             if place != self._place:
                 self._place, self.touched = place, time.monotonic()
         return status
@@ -469,7 +450,7 @@ class DisseminationBarrier:
     @property
     def peer(self) -> int:
         """Return the rank from which this one receives in the current round."""
-        number = min(int(self._frame[ROUND]), len(self._rounds) - 1)
+        number = min(int(self._frame[machine.ROUND]), len(self._rounds) - 1)
         return int((self._rank - (1 << number)) % self._size)
 
 
