@@ -92,7 +92,7 @@ class SharedBackend(OneRank):
     direct = True
     averages = True
     survivors: MembershipProtocol | None
-    then: list[Callable[[], None]]
+    on_close: list[Callable[[], None]]
     """Called by `close`, also after a recovery."""
 
     def __init__(
@@ -136,7 +136,7 @@ class SharedBackend(OneRank):
         self._scratch = ScratchMemory()
         self._runner = ProgramRunner(self._control, self._world.watch, placement)
         self.survivors = None
-        self.then = []
+        self.on_close = []
         self._closed = False
         self._foreign_failure = ""
 
@@ -157,7 +157,7 @@ class SharedBackend(OneRank):
         world = TcpControlPlane(rendezvous, rank, size, timeout=limit)
         try:
             made = cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
-            made.then.append(world.hold_address(made._end_with))
+            made.on_close.append(world.hold_address(made._end_with))
             return made
         finally:
             world.close()
@@ -186,7 +186,7 @@ class SharedBackend(OneRank):
             arrays=self.arrays,
             survivors=self.survivors,
         )
-        made.then = self.then
+        made.on_close = self.on_close
         return made
 
     def run(self, call: Call[Any]) -> None:
@@ -206,8 +206,8 @@ class SharedBackend(OneRank):
         self._leave()
         if self.survivors is not None:
             self.survivors.close()
-        while self.then:
-            self.then.pop(0)()
+        while self.on_close:
+            self.on_close.pop(0)()
 
     def _leave(self) -> None:
         """Leave the other ranks, and their shared memory."""

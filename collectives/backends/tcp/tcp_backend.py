@@ -148,7 +148,7 @@ class TcpBackend(OneRank):
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays: ArrayLibrary[Any] = PooledArrays() if arrays is None else arrays
-        self.then: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         self.survivors = survivors
         self._timeout = timeout
         self._pace = pace
@@ -249,7 +249,7 @@ class TcpBackend(OneRank):
                 place.close()
             raise
         if place is not None:
-            made.then.append(place.close)
+            made.on_close.append(place.close)
         return made
 
     @property
@@ -562,8 +562,8 @@ class TcpBackend(OneRank):
             self._network.drain(self._timeout)
             self._world.leave()
             self._end()
-        while self.then:
-            self.then.pop(0)()
+        while self.on_close:
+            self.on_close.pop(0)()
 
     def _rendezvous(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks at the rendezvous."""

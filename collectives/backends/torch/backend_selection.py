@@ -44,8 +44,7 @@ from topoplan.errors import BackendError, TopoplanError, UsageError
 class WindowBackend:
     """`Backend` of one rank of a process group over the windows of an nccl back end.
 
-    `messages`, of the same ranks, carries tensors on the CPU; it is not closed. Functions in `then` are called after
-    `close`.
+    `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls the functions in `on_close`.
     """
 
     name = "nccl"
@@ -56,7 +55,7 @@ class WindowBackend:
     def __init__(
         self, kernels: NcclBackend, messages: TorchBackend | None, *, arrays: TorchArrays, cupy: Any
     ) -> None:
-        self.then: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         self.ranks, self.size, self.arrays = kernels.ranks, kernels.size, arrays
         self.chunk_bytes, self.about_engine = kernels.chunk_bytes, kernels.about_engine
         self._kernels, self._messages, self._cupy = kernels, messages, cupy
@@ -100,7 +99,7 @@ class WindowBackend:
 
     def close(self) -> None:
         self._kernels.close()
-        for close in self.then:
+        for close in self.on_close:
             close()
 
     def _run_messages(self, call: Call[torch.Tensor]) -> None:
@@ -245,7 +244,7 @@ def memory_or_tcp_backend(members: GroupMembers, *closes: Callable[[], None]) ->
         compile_ahead()  # before any peer waits for this rank
         linked = _at_rendezvous(members, partial(_linked, members), *closes)
         return None if isinstance(linked, str) else linked
-    made.then = [*closes]
+    made.on_close = [*closes]
     return made
 
 
@@ -357,7 +356,7 @@ def _at_rendezvous(
                 fault = str(error) or type(error).__name__
             faults = [one for one in members.gather(fault) if one]
         if made is not None and not faults:
-            made.then = [*closes] if place is None else [place.close, *closes]
+            made.on_close = [*closes] if place is None else [place.close, *closes]
             return made
     except BaseException:
         _close(made, place)
