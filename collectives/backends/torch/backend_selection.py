@@ -44,7 +44,7 @@ from topoplan.errors import BackendError, TopoplanError, UsageError
 class WindowBackend:
     """`Backend` of one rank of a process group over the windows of an nccl back end.
 
-    `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls the functions in `on_close`.
+    `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls all of `on_close`.
     """
 
     name = "nccl"
