@@ -131,7 +131,7 @@ def test_an_abort_waits_for_the_call_that_runs_and_refuses_those_that_come_later
     caller.start()
     inside.wait(5)
     connections.abort()
-    assert connections.left(5)
+    assert connections.wait_ended(5)
     caller.join()
     assert aborted == ["the call has ended", "aborted"]
     with pytest.raises(NcclFailed, match="were aborted"):
