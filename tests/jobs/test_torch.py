@@ -215,7 +215,7 @@ def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None
     from collectives.backends.torch.torch_backend import device_of
 
     with pytest.raises(
-        UsageError, match=r"^the process group is for GPUs and torch finds none .*make the group with gloo$"
+        UsageError, match=r"^the process group needs GPUs and torch finds none .*make the group with gloo$"
     ):
         device_of("cuda")
 
@@ -370,11 +370,11 @@ def test_nccl_is_brought_together_by_one_allreduce_of_all_ranks_before_some_exch
     ended, done = True, Done()
     group: Any = Alone(None)
     wires = NcclMessages(group, torch.device("cpu"), timeout=0.01)
-    wires.meet()
+    wires.connect()
     assert [call for call, _ in group.calls] == ["allreduce of 1"]
     ended = False
     with pytest.raises(LostPeer, match=r"or another one of the group exchanged no data within 0.01 s"):
-        wires.meet()
+        wires.connect()
 
 
 def test_tensors_that_require_grad_are_read_and_written_and_results_are_detached(told: Told) -> None:

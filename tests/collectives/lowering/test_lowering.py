@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import TransferTable, check_table, lower
-from collectives.backends.loopback.loopback_backend import execute
 from collectives.tables.transfer_table import PER_ROW
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import (
@@ -29,6 +28,7 @@ from tests.support.hand_plans import (
     star,
     three_phase_plan,
 )
+from tests.support.table_execution import execute
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import trivial_plan

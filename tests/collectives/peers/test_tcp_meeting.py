@@ -623,9 +623,9 @@ def test_the_master_port_is_the_rendezvous_unless_torchruns_own_store_listens_th
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pace": 0.0}, "a pace of 0.0 moves nothing"),
-        ({"timeout": 0.0}, "a timeout of 0.0 s"),
-        ({"flight_bytes": 0}, "0 bytes under way move nothing"),
+        ({"pace": 0.0}, "pace must be above 0, got 0.0"),
+        ({"timeout": 0.0}, "timeout must be above 0 s, got 0.0"),
+        ({"flight_bytes": 0}, "flight_bytes must be at least 1, got 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
