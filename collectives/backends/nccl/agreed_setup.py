@@ -65,7 +65,7 @@ class AgreedSteps:
         enter: Callable[[], object] = lambda: None,
         leaving: bool = False,
     ) -> None:
-        self._say = world.farewell if leaving else world.texts
+        self._say = world.shutdown_notice if leaving else world.texts
         self.timeout = timeout
         self._enter = enter
         self._thread: threading.Thread | None = None

@@ -355,7 +355,7 @@ def test_one_that_does_not_come_in_time_is_left_out_too(
                 return agree(*given, **options)
 
             survivors.agree = once
-            with pytest.raises(BackendError, match="out since epoch 2"):
+            with pytest.raises(BackendError, match="excluded since epoch 2"):
                 comm.all_reduce(given)
             return None
         try:

@@ -257,7 +257,7 @@ def test_different_gpus_are_not_told_by_numbers_that_depend_on_their_speed(host:
 def test_a_gather_that_something_else_uses_is_noticed(host: str) -> None:
     meeting = Meeting(2, lambda rank, number, texts: [texts[0], "tensor 7"])
     error = raised(plans_of([{"host": host}] * 2, meeting))
-    assert "rank 1 says 'tensor 7' where the ranks agree on a plan" in str(error)
+    assert "rank 1 sent 'tensor 7' while the ranks agree on a plan" in str(error)
 
 
 def _with_plan(text: str) -> Any:
