@@ -2,10 +2,9 @@
 
 A control plane provides an allgather of bytes and a failure notice; the rest is the same over each transport and
 stands here. NCCL has none of this: a rank that waits for a dead one waits for ever. Transports are the rendezvous
-(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`), MPI (`MpiControlPlane`), a key-value store of torch
-(`StoreControlPlane`) and messages of a process group (`GroupControlPlane`). The first two notice that a process has
-ended and find the stalled rank; over MPI and a store a rank names the neighbour that it waits for, after the
-timeout.
+(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`), MPI (`MpiControlPlane`) and messages of a process
+group (`GroupControlPlane`). The first two notice that a process has ended and find the stalled rank; over MPI a rank
+names the neighbour that it waits for, after the timeout.
 
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure
@@ -27,7 +26,7 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -483,96 +482,3 @@ class MpiControlPlane(BlockControlPlane):
     def _test(self, request: Any) -> bool:
         with self._one:
             return bool(request.Test())
-
-
-STORE_POLL_SECONDS = 0.002
-
-
-class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that `StoreControlPlane` calls."""
-
-    def set(self, key: str, value: str | bytes, /) -> None:
-        """Write a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of an existing key."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all these keys exist."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
-
-
-class StoreControlPlane(ControlPlane):
-    """The control plane of processes that share a store, such as ``torch.distributed.TCPStore``.
-
-    `prefix` begins all its keys, and must differ for each communicator of a store.
-
-    Examples
-    --------
-    A minimal store:
-
-    >>> class Shelf(dict):
-    ...     set, check, delete_key = dict.__setitem__, lambda self, keys: set(keys) <= set(self), dict.pop
-    ...     get = dict.__getitem__
-    >>> StoreControlPlane(Shelf(), 0, 1).gather(b"alone", timeout=1)
-    [b'alone']
-    """
-
-    def __init__(self, store: KeyValueStore, rank: int, size: int, *, prefix: str = "topoplan/nccl") -> None:
-        super().__init__(rank, size)
-        self._store = store
-        self._prefix = prefix
-        self._round = 0
-        self._found: BackendError | None = None
-
-    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        known = self.trouble()
-        if known is not None:
-            raise known
-        number = self._round
-        self._round += 1
-        self._store.set(self._key(number, self.rank), data)
-        if number > 1:
-            # all ranks have read the round before the last: otherwise no rank would be in this one
-            self._store.delete_key(self._key(number - 2, self.rank))
-        deadline = time.monotonic() + timeout
-        parts = []
-        for peer in range(self.size):
-            key = self._key(number, peer)
-            while not self._store.check([key]):
-                error = self.trouble()
-                if error is None and time.monotonic() > deadline:
-                    text = f"waited {timeout:g} s for rank {peer}, which has not called this collective or has left it"
-                    self.tell(BackendError(text, rank=self.rank, peer=peer))
-                    error = self.trouble()
-                if error is not None:
-                    raise error
-                time.sleep(STORE_POLL_SECONDS)
-            parts.append(bytes(self._store.get(key)))
-        return parts
-
-    def trouble(self) -> BackendError | None:
-        key = f"{self._prefix}/trouble"
-        if self._found is None and self._store.check([key]):
-            self._found = BackendError(**json.loads(self._store.get(key)))
-        return self._found
-
-    def tell(self, error: BackendError) -> None:
-        """If two ranks report at the same time, either report may win."""
-        if self.trouble() is None:
-            where = {"rank": error.rank, "peer": error.peer, "step": error.step}
-            self._store.set(f"{self._prefix}/trouble", json.dumps({"message": plain_message(error), **where}))
-
-    def stalled(self, timeout: float) -> None:
-        """The failure is attributed to the neighbour that this rank waits for."""
-        wait = self.waiting()
-        message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
-        self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
-
-    def close(self) -> None:
-        """The store belongs to the caller."""
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"

@@ -237,7 +237,7 @@ def test_ranks_of_one_process_come_back_with_no_residuals_of_their_own() -> None
         assert [bool(one["residual"].any()) for one in after] == [True, False, True, False]
         assert all(np.array_equal(after[rank]["residual"], kept[rank]["residual"]) for rank in (0, 2))
         assert (comm.plan, comm.epoch) == (plan, 2)
-        with pytest.raises(UsageError, match="rank 1 of the first plan is not gone"):
+        with pytest.raises(UsageError, match="original rank 1 has not failed"):
             comm.grow([1])
         assert comm.all_reduce([np.ones(3)] * 4)[0].tolist() == [4.0] * 3
 

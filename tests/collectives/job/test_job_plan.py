@@ -206,7 +206,7 @@ MISFITS: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
     "a device of no kind": (
         [{"device": 0}, {"device": 1}, {"device": 2.5}],
         UsageError,
-        "rank 2: device 2.5 names no GPU",
+        "rank 2: device must be a GPU's UUID, PCI bus id or CUDA number, or None for none, got 2.5",
     ),
     "no such channels": (
         [{"device": gpu, "channels": "smoke"} for gpu in range(3)],

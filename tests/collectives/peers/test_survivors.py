@@ -90,7 +90,9 @@ def test_a_rank_that_lives_and_was_left_out_is_told_so_now_and_later() -> None:
     with job(3) as ranks:
         assert agreed(ranks, {0: [1], 2: []}) == {0: (0, 2), 2: (0, 2)}
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"excluded since epoch 1: the survivors .original ranks 0.* of 3"):
+            with pytest.raises(
+                BackendError, match=r"excluded since epoch 1: the survivors .original ranks 0.* of 3"
+            ):
                 ranks[1].agree(timeout=SECONDS)
 
 
@@ -157,7 +159,9 @@ def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
 def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
     with job(5) as ranks:
         found = agreed(ranks, {0: [], 1: []}, timeout=0.2)
-        assert all("2, 3, 4 are silent and not known to have ended" in str(error) for error in found.values()), found
+        assert all(
+            "2, 3, 4 are silent and not known to have ended" in str(error) for error in found.values()
+        ), found
     with job(4) as ranks:
         found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
         assert all(isinstance(error, BackendError) for error in found.values())
@@ -249,11 +253,15 @@ def knocking(
     for one in ranks:
         assert one.join_requests == "[]"
     thread = threading.Thread(
-        target=lambda: come.append(MembershipProtocol.request_to_join(invitation, wait=SECONDS, **given)), daemon=True
+        target=lambda: come.append(MembershipProtocol.request_to_join(invitation, wait=SECONDS, **given)),
+        daemon=True,
     )
     thread.start()
     deadline = time.monotonic() + SECONDS
-    while not all(json.loads(one.join_requests) for one in ranks if not one._closed) and time.monotonic() < deadline:
+    while (
+        not all(json.loads(one.join_requests) for one in ranks if not one._closed)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     return thread, come
 
