@@ -220,8 +220,8 @@ def test_a_message_of_another_format_or_universe_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"values": "float8"}, "values 'float8' on the wire; choose one of as given, float32"),
-        ({"indices": "bitmap"}, "indices 'bitmap' on the wire; choose one of plain, packed"),
+        ({"values": "float8"}, "values must be one of as given, float32.*, got 'float8'"),
+        ({"indices": "bitmap"}, "indices must be one of plain, packed, got 'bitmap'"),
         ({"seed": -1}, "seed -1"),
         ({"block": 0}, "block 0"),
     ],
