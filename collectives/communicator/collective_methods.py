@@ -28,7 +28,13 @@ Arrays = TypeVar("Arrays")
 
 
 class DenseCollectives(ABC):
-    """Dense methods of `collectives.Communicator`."""
+    """Dense methods of `collectives.Communicator`.
+
+    With several ranks in this process, each array argument is a list of one per rank, and so is the result. ``op`` is
+    sum, prod, min, max or avg; for avg, values of 16-bit floats are divided by the number of ranks before the
+    addition, others after it (`collectives.tables.numpy_arrays`). ``root`` is by default that of the communicator's
+    plan, or rank 0 without one. ``out`` is shaped as the result. ``async_op`` returns a `Handle` at once.
+    """
 
     @abstractmethod
     def _start(
@@ -61,23 +67,7 @@ class DenseCollectives(ABC):
     ) -> Arrays | Handle[Arrays]: ...
 
     def all_reduce(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks; every rank gets the result, shaped as the inputs.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        op : str
-            sum, prod, min, max or avg. For avg, values of 16-bit floats are divided by the number of ranks before the
-            addition, others after it (`collectives.tables.numpy_arrays`).
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-        """
-
+        """Reduce arrays of any shape over all ranks; every rank gets the result."""
         return self._start("allreduce", None, op, arrays, out, async_op)
 
     @overload
@@ -111,21 +101,10 @@ class DenseCollectives(ABC):
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce over all ranks; the root gets the result, the others get None.
+        """Reduce arrays of any shape over all ranks; the root gets the result, the others get None.
 
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            By default the root of the communicator's plan, or rank 0 without one.
-        op : str
-            As in `all_reduce`.
-        out : as ``arrays``
-            Only the root's is used; the others may be None.
-        async_op : bool
-            Return at once, with a `Handle`.
+        Only the root's ``out`` is used; the others may be None.
         """
-
         return self._start("reduce", self._root(root), op, arrays, out, async_op)
 
     @overload
@@ -146,18 +125,7 @@ class DenseCollectives(ABC):
     def broadcast(
         self, arrays: Any, *, root: int | None = None, out: Any = None, async_op: bool = False
     ) -> Any:
-        """Copy the root's array to every rank; the others' arrays only give shape and dtype.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            By default the root of the communicator's plan, or rank 0 without one.
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-        """
-
+        """Copy the root's array, of any shape, to every rank; the others' arrays only give shape and dtype."""
         return self._start("broadcast", self._root(root), None, arrays, out, async_op)
 
     @overload
@@ -176,18 +144,10 @@ class DenseCollectives(ABC):
     ) -> Arrays | Handle[Arrays]: ...
 
     def all_gather(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
-        """Concatenate the arrays of all ranks along axis 0, in order of rank; every rank gets the result.
+        """Concatenate the arrays of all ranks along axis 0: shape (m, ...) to (N m, ...); every rank gets the result.
 
-        Parameters
-        ----------
-        arrays : array of shape (m, ...); with several ranks in this process a list of one per rank
-            A single number, shape (), counts as shape (1,).
-        out : arrays of shape (N m, ...)
-            The input of rank r may be the r-th block of its ``out``.
-        async_op : bool
-            Return at once, with a `Handle`.
+        A single number, shape (), counts as shape (1,). The input of rank r may be the r-th block of its ``out``.
         """
-
         return self._start("allgather", None, None, arrays, out, async_op)
 
     @overload
@@ -206,23 +166,10 @@ class DenseCollectives(ABC):
     ) -> Handle[Arrays]: ...
 
     def reduce_scatter(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks and divide the result along axis 0; rank r gets the r-th of N equal blocks.
+        """Reduce over all ranks; rank r gets the r-th of N equal blocks of axis 0: shape (N m, ...) to (m, ...).
 
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        op : str
-            As in `all_reduce`.
-        out : arrays of shape (m, ...)
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            The number of ranks does not divide axis 0.
+        Raises `UsageError` if the number of ranks does not divide axis 0.
         """
-
         return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
     @overload
@@ -238,21 +185,9 @@ class DenseCollectives(ABC):
     def all_to_all(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
         """Send the r-th of N equal blocks of axis 0 to rank r; the result has the received blocks in order of rank.
 
-        As ``MPI_Alltoall`` and torch's ``all_to_all_single``.
-
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            The number of ranks does not divide axis 0.
+        As ``MPI_Alltoall`` and torch's ``all_to_all_single``. Raises `UsageError` if the number of ranks does not
+        divide axis 0.
         """
-
         return self._start("alltoall", None, None, arrays, out, async_op)
 
 
@@ -284,7 +219,9 @@ class SparseCollectives(ABC):
         """Sum the largest entries of every rank's gradient; each rank keeps the entries that it does not send for the
         next call.
 
-        Over several servers it sums the largest entries of every server's sum, if that is faster.
+        Over several servers it sums the largest entries of every server's sum, if that is faster. The sums are dense
+        and bit-identical on all ranks. If a gradient of some rank is not finite, the result on all ranks is not finite
+        in at least one element, and the residuals on all ranks are those from before the call.
 
         Parameters
         ----------
@@ -308,13 +245,7 @@ class SparseCollectives(ABC):
             scale over the old one.
         out : as ``gradients``
         async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks. If a gradient of some rank is not
-        finite, the result on all ranks is not finite in at least one element, and the residuals on all ranks are those
-        from before the call.
+            Return a `Handle` at once.
 
         Raises
         ------
@@ -386,19 +317,11 @@ class SparseCollectives(ABC):
         )
 
     def end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
-        """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step
-        counts.
+        """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.
 
-        Ends a training step that exchanges several gradients, which is skipped as a whole. Nothing is exchanged, since
-        all ranks have the same sums.
-
-        Parameters
-        ----------
-        keys : collection of str
-            The keys of the step's calls, which have ended.
-        lost : bool
-            Undo in any case: the step failed, and its averages are not used. A key without a call since the last step
-            does not change.
+        Ends a training step that exchanges several gradients under these `keys`, which is skipped as a whole. Nothing
+        is exchanged, since all ranks have the same sums. `lost` undoes in any case: the step failed, and its averages
+        are not used. A key without a call since the last step does not change.
         """
         return self._in_order.run(lambda: self._members.sparse.end_step(keys, lost=lost), exchanges=False)
 
@@ -415,9 +338,7 @@ class SparseCollectives(ABC):
         self._in_order.run(lambda: sparse.restore(state), exchanges=False)
 
     def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Remove and return the state of some keys, in arrays of the back end's kind where they are; nothing leaves a
-        GPU.
-        """
+        """Remove and return the state of some keys, in arrays of the back end where they are."""
         sparse = self._members.sparse
         return self._in_order.run(lambda: sparse.take(keys), exchanges=False)
 

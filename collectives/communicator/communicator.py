@@ -75,17 +75,15 @@ class Communicator(DenseCollectives, SparseCollectives):
     plan : Plan, SizePlans, str, path or Topology
         A plan or its file, verified once, here; or the machine whose GPUs are the ranks, also by its name in the
         library: then one rank plans for all. With plans by size (`topoplan.plan_by_size`, or a file of them) every
-        call
-        takes the plan for the bytes of its buffer, the gathered one for ``all_gather`` and ``reduce_scatter``. Further
-        collectives and roots are planned in the same way (`topoplan.model.schedule_selection`), on the same allocation
-        and channels, at their first use, and kept: rank 0 plans, and all wait as long as that takes.
+        call takes the plan for the bytes of its buffer, the gathered one for ``all_gather`` and ``reduce_scatter``.
+        Further collectives and roots are planned in the same way (`topoplan.model.schedule_selection`), on the same
+        allocation and channels, at their first use, and kept: rank 0 plans, and all wait as long as that takes.
     backend : str or Backend
         A name, for a back end with its default settings, or a back end. A given back end stays open if the constructor
         fails; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, if that depends on the machine, the
-        fastest
-        found in the first calls of each size (`collectives.backends.plan_and_chunk_store`).
+        fastest found in the first calls of each size (`collectives.backends.plan_and_chunk_store`).
     chunk_file : path, optional
         Cache of the sizes found, which `close` writes; every rank must see the same contents.
     timeout : float
@@ -99,21 +97,17 @@ class Communicator(DenseCollectives, SparseCollectives):
     on_failure : str
         Reaction to the failure of a rank in a collective: "raise", or "shrink" to exclude it (`shrink`) and repeat the
         collective among the survivors (see `Handle.repeated`, `Handle.without` and `notes`). Supported by the back
-        ends
-        tcp, shared and mpi, torch with tensors on the CPU, and nccl if its ranks meet at a rendezvous. An average is
-        then one of fewer ranks. A collective that cannot be repeated raises `BackendError`, and the next call runs
-        among
-        the survivors: its root failed, the survivors do not divide its arrays, or an ``out`` has as many blocks as
-        there
-        were ranks. Sparse collectives are repeated with the residuals from before them, by another exchange if fewer
-        ranks do not support theirs. The cost is a further barrier in each collective, memory for one result, with
-        ``out`` a copy of it, and for sparse ones a copy of the residual: a result is handed over when all ranks have
-        theirs, so that inputs stay intact, also in place, and no rank keeps a result that another cannot get.
+        ends tcp, shared and mpi, torch with tensors on the CPU, and nccl if its ranks meet at a rendezvous. An average
+        is then one of fewer ranks. A collective that cannot be repeated raises `BackendError`, and the next call runs
+        among the survivors: its root failed, the survivors do not divide its arrays, or an ``out`` has as many blocks
+        as there were ranks. Sparse collectives are repeated with the residuals from before them, by another exchange
+        if fewer ranks do not support theirs. The cost is a further barrier in each collective, memory for one result,
+        with ``out`` a copy of it, and for sparse ones a copy of the residual: a result is handed over when all ranks
+        have theirs, so that inputs stay intact, also in place, and no rank keeps a result that another cannot get.
     on_slow : str
         Whether to monitor links and ranks for slowness, in dense collectives of 1 MB and more: "ignore"; "report", in
         `slow` and `notes`; or "replan", which also moves traffic away from slow links if the model gains more than 10
-        %,
-        and back when they recover. ``tcp`` on Linux measures links; other back ends whose ranks are processes find
+        %, and back when they recover. ``tcp`` on Linux measures links; other back ends whose ranks are processes find
         only stragglers, against which no plan helps. The same on all ranks, which exchange their measurements before
         every fourth such collective, or after 0.2 s of them.
 
@@ -271,20 +265,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         results (in place, its inputs) may be partly written, and may change until all ranks have noticed. Arrays
         outlive the communicator.
 
-        Parameters
-        ----------
-        shape : int or tuple of int
-        dtype : str, dtype or array
-            A dtype of numpy or torch, or its name; or an array with the dtype and GPU to use.
-
-        Returns
-        -------
-        An array of the back end's kind; with several ranks in this process a list of one per rank.
-
-        Raises
-        ------
-        UsageError
-            The dtype or shape does not exist.
+        ``dtype`` is one of numpy or torch, its name, or an array with the dtype and GPU to use. With several ranks in
+        this process, returns a list of one array per rank. Raises `UsageError` if the dtype or shape does not exist.
         """
         backend = self._open().backend
         sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -301,18 +283,8 @@ class Communicator(DenseCollectives, SparseCollectives):
     def split(self, mesh: MeshPlans, axis: str) -> Any:
         """Return the communicator of this rank's group along an axis of a mesh; all ranks must call it together.
 
-        It is independent of this one: collectives of both may run at the same time, and each is closed by itself.
-
-        Parameters
-        ----------
-        mesh : MeshPlans
-            For as many ranks as there are (`topoplan.plan_mesh`, `topoplan.load_mesh`).
-        axis : str
-
-        Returns
-        -------
-        Communicator
-            If a process holds all ranks, a list with that of each group, in the order of the mesh.
+        It is independent of this one: collectives of both may run at the same time, and each is closed by itself. If a
+        process holds all ranks, returns a list with that of each group, in the order of the mesh.
 
         Raises
         ------
@@ -346,17 +318,11 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         The survivors are numbered anew, in their order: `rank`, `size`, `ranks` and `plan` change, `epoch` grows by
         one, and the last of `notes` describes the new plan, also if it needs other channels. They agree on the
-        membership, even if further ranks fail meanwhile; excluded are ranks that any survivor names, whose process has
-        ended, or that are silent for the timeout (for a second after a reported failure). The lowest survivor plans,
-        and all verify. Sums have the bits of a new communicator with the new `plan`. Residuals of sparse collectives
-        stay.
-
-        Collectives that run in the background end first. Communicators made by `split` do not change.
-
-        Parameters
-        ----------
-        without : collection of int, optional
-            Current ranks. By default the failed ones, after a `BackendError`.
+        membership, even if further ranks fail meanwhile; excluded are ranks that any survivor names (``without``, as
+        numbered now), whose process has ended, or that are silent for the timeout (for a second after a reported
+        failure). The lowest survivor plans, and all verify. Sums have the bits of a new communicator with the new
+        `plan`. Residuals of sparse collectives stay. Collectives that run in the background end first. Communicators
+        made by `split` do not change.
 
         Raises
         ------
@@ -380,17 +346,11 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     @property
     def invitation(self) -> str:
-        """One line of text with which another process may `join` in place of a failed rank, for a file or a
-        variable.
+        """One line of text with which another process may `join` in place of a failed rank, for a file or a variable.
 
         It has the addresses of the current ranks, is valid as long as one of them runs, and admits its holder to the
-        job.
-
-        Raises
-        ------
-        UsageError
-            All ranks are in this process, the back end cannot recover, or its ranks are of the process group
-            "topoplan".
+        job. Raises `UsageError` if all ranks are in this process, the back end cannot recover, or its ranks are of the
+        process group "topoplan".
         """
         return self._members.survivors("admit joining ranks").invitation
 
@@ -399,21 +359,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Join a job as a rank in place of a failed one; its ranks call `grow`.
 
         Back end, plan, timeout, ``on_failure`` and ``on_slow`` are those of the other ranks. The next call of this
-        rank is the one after their `grow`.
-
-        Parameters
-        ----------
-        invitation : str
-            The `invitation` of a rank.
-        seat : int, optional
-            The original rank to replace; by default the lowest failed one.
-        wait : float
-            Seconds until the job admits it.
-
-        Returns
-        -------
-        Communicator
-            That of the grown group.
+        rank is the one after their `grow`. ``invitation`` is that of a rank, and ``seat`` the original rank to
+        replace, by default the lowest failed one. ``wait`` is in seconds.
 
         Raises
         ------
@@ -446,23 +393,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         return made
 
     def grow(self, seats: Collection[int] | None = None) -> tuple[int, ...]:
-        """Admit joining ranks in place of failed ones; all ranks must call it, between the same collectives.
+        """Admit joining ranks in place of failed ones, between the same collectives on all ranks; return their new
+        ranks.
 
         Without join requests it costs one exchange of short texts. Ranks are numbered anew: joining ranks take the
         places of failed ones, so the plan may be the first one again. The caller sends them the state that they need,
         parameters or residuals, best by `broadcast`. With ``on_failure="raise"``, `shrink` after an error of this
-        method may admit them too.
-
-        Parameters
-        ----------
-        seats : collection of int, optional
-            If one process holds all ranks: the original ranks to restore, by default all. Otherwise the processes that
-            called `join` decide.
-
-        Returns
-        -------
-        tuple of int
-            The joined ranks, in the new numbering.
+        method may admit them too. If one process holds all ranks, ``seats`` are the original ranks to restore, by
+        default all; otherwise the processes that called `join` decide.
 
         Raises
         ------
@@ -495,14 +433,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     ) -> None:
         """Replan for a machine with dead or slow links, and use the new plan; all ranks must pass the same links.
 
-        Ranks and epoch stay; `plan` changes, and the last of `notes` describes it. Changes accumulate.
-
-        Parameters
-        ----------
-        without_links : collection of str
-            Dead wires, such as ``gpu0-gpu3``, or ``gpu0->gpu3`` for one direction.
-        slow_links : mapping of str to float
-            Wires, and the GB/s per direction that they still have.
+        ``without_links`` are dead wires, such as ``gpu0-gpu3``, or ``gpu0->gpu3`` for one direction; ``slow_links``
+        are wires with the GB/s per direction that they still have. Ranks and epoch stay; `plan` changes, and the last
+        of `notes` describes it. Changes accumulate.
 
         Raises
         ------
@@ -597,13 +530,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks.
-
-        Raises
-        ------
-        BackendError
-            Another rank failed, or makes another call.
-        """
+        """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks."""
         return self._in_order.run(lambda: self._open().gather_texts(text))
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
@@ -640,23 +567,15 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     @property
     def is_helper(self) -> bool:
-        """Whether this process is not a rank, but a helper that adds and copies in the plan (see
-        `serve_as_helper`).
-        """
+        """Whether this process is a helper, which adds and copies in the plan (see `serve`), and not a rank."""
         return is_helper(self._open().backend)
 
     def serve(self) -> int:
         """Take part, as a helper, in the ranks' collectives until they close their communicators; return how many.
 
         Collectives whose trees pass helpers, of the plan and others on its machine, wait for them. Sparse entries are
-        exchanged among the ranks alone.
-
-        Raises
-        ------
-        UsageError
-            This process is a rank; or its plan is not that of the ranks, which are notified.
-        BackendError
-            A rank or another helper has failed.
+        exchanged among the ranks alone. Raises `UsageError` on a rank, or if this process's plan is not that of the
+        ranks, which are notified.
         """
         execution = self._open()
         return self._in_order.run(lambda: serve_as_helper(execution.backend, execution.store))
@@ -664,15 +583,8 @@ class Communicator(DenseCollectives, SparseCollectives):
     def refuse(self, reason: str) -> None:
         """Refuse the next collective with all ranks, for a reason: the others raise `RefusedError` in it.
 
-        Does nothing if all ranks are in this process. If the others do not come within the timeout, the communicator
-        is unusable.
-
-        Raises
-        ------
-        RefusedError
-            Some rank did not refuse by itself; the same on all ranks.
-        BackendError
-            An earlier collective failed.
+        So does this rank, unless all ranks refuse by themselves. Does nothing if all ranks are in this process. If the
+        others do not come within the timeout, the communicator is unusable.
         """
         if self.one_rank:
             self._in_order.run(lambda: self._open().refuse(reason))

@@ -5,8 +5,8 @@
 3. Rank 0 joins the hosts to one topology, plans on it and sends the plan.
 4. Every rank verifies the plan; all compare its digest.
 
-In each round the error of one rank is the error of all (`error_rounds`). Plans number ranks by the order of GPUs in the
-topology; here devices are put in the job's order, which changes nothing else. A plan is cached for the life of the
+In each round the error of one rank is the error of all (`error_rounds`). Plans number ranks by the order of GPUs in
+the topology; here devices are put in the job's order, which changes nothing else. A plan is cached for the life of the
 process, for the same processes on the same devices.
 """
 
@@ -185,8 +185,7 @@ def read_host(members: Sequence[JobRank]) -> tuple[Topology, tuple[str, ...]]:
 
 
 def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, ...]:
-    """Return the GPU of each rank by its name in a machine; UsageError if one does not exist or two ranks share
-    one.
+    """Return the GPU of each rank by its name in a machine; UsageError if one does not exist or two ranks share one.
 
     Examples
     --------
@@ -245,8 +244,7 @@ def _gpu_by_name(machine: Topology, one: JobRank) -> str:
 
 
 def process_machine(ranks: Sequence[int]) -> tuple[Topology, tuple[str, ...]]:
-    """Return this host without GPUs: each rank is a process at the shared memory, to which the NICs are connected
-    too.
+    """Return this host without GPUs: each rank is a process at the shared memory, to which the NICs are connected too.
 
     Examples
     --------

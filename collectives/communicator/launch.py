@@ -1,13 +1,13 @@
 """Start the ranks of a job as processes of this machine, directly or with mpiexec, and end all of them.
 
 Every process gets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``TOPOPLAN_RENDEZVOUS`` in its
-environment. It leads a process group of its own, so its children end with it. If this process is killed, Linux
-kills the ranks at once (but not their children); on other systems they end in the next collective, since the
-rendezvous lives here.
+environment. It leads a process group of its own, so its children end with it. If this process is killed, Linux kills
+the ranks at once (but not their children); on other systems they end in the next collective, since the rendezvous
+lives here.
 
 MPI's launchers end all processes as soon as one is killed, before the others can report which; the options here
-prevent that. A collective that fails then ends the other processes itself (see `mpi_backend`), so no process waits
-for ever.
+prevent that. A collective that fails then ends the other processes itself (see `mpi_backend`), so no process waits for
+ever.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class LocalRanks:
         return rank in self._at and self._at[rank].poll() is None
 
     def wait(self) -> int:
-        """Wait until all have ended, or one has failed and the others had time to end; return the worst exit
-        status.
-        """
+        """Wait until all have ended, or one has failed and the others had time to end; return the worst exit status."""
         ranks = list(self._at.values())
         while _running(ranks) and not any(process.returncode for process in ranks):
             time.sleep(POLL_SECONDS)

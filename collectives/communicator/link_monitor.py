@@ -4,10 +4,10 @@ Ranks measure collectives of `MIN_MONITORED_BYTES` or more: duration, and bytes 
 back end is `MeasuresLinks`. Every `JUDGEMENT_CALLS` of them they exchange the figures, and each judges the same texts.
 Links are compared with each other, since a planned GB/s need not hold where the job runs: a connection is slow below
 `SLOW_SHARE` of its planned rate times the median of its kind. The fewest links that explain this are slow
-(`topoplan.operate.calibration.slow_links`). A straggler needs less than `SLOW_SHARE` of the others' time: they wait for
-it. A finding counts after `CONSECUTIVE_JUDGEMENTS`. A link without measurements for `RETRY_AFTER` judgements is tried
-again; after each relapse both take `RETRY_FACTOR` times as long. The plan changes if the model promises more than
-`REPLAN_GAIN` times the rate.
+(`topoplan.operate.calibration.slow_links`). A straggler needs less than `SLOW_SHARE` of the others' time: they wait
+for it. A finding counts after `CONSECUTIVE_JUDGEMENTS`. A link without measurements for `RETRY_AFTER` judgements is
+tried again; after each relapse both take `RETRY_FACTOR` times as long. The plan changes if the model promises more
+than `REPLAN_GAIN` times the rate.
 """
 
 from __future__ import annotations
@@ -320,9 +320,7 @@ MIN_MONITORED_BYTES = 1 << 20
 """Smallest monitored buffer; latency dominates smaller collectives."""
 
 MIN_BUSY_SECONDS = 0.1
-"""Busy seconds for a link's rate to count (or for a slow link, the busy seconds that its bytes would need): usually 25
-ticks of the kernel's clock.
-"""
+"""Busy seconds for a rate to count, usually 25 kernel ticks; of a slow link, those that its bytes would need."""
 
 TICK_SECONDS = 0.004
 """Resolution of busy times."""
@@ -341,9 +339,7 @@ LinkQueue = tuple[int, int, str]
 
 @dataclass(slots=True)
 class _LinkWindow:
-    """Bytes and busy seconds of a link since the last exchange of measurements, and the seconds that the plan
-    expects.
-    """
+    """Bytes and busy seconds of a link since the last exchange, and the seconds that the plan expects."""
 
     share: LinkShare
     nbytes: int = 0
@@ -358,9 +354,7 @@ class _LinkWindow:
         self.share = share
 
     def counts(self, reached: float | None) -> bool:
-        """Return whether it was busy for long enough; `reached` is the share that slow links reach of their
-        estimates.
-        """
+        """Return whether it was busy for long enough; slow links reach `reached` of their estimates."""
         return self.busy >= MIN_BUSY_SECONDS or (
             reached is not None and self.due / reached >= MIN_BUSY_SECONDS
         )
@@ -433,9 +427,7 @@ class LinkMonitor:
         return result
 
     def look(self, current: Plans) -> tuple[Plans, list[str]]:
-        """Exchange measurements, judge, and replan if it pays; all ranks must call it. Returns the plan and the
-        news.
-        """
+        """Exchange measurements, judge, and replan if it pays, on all ranks; return the plan and the news."""
         first, self._judged = self._judged + 1, self._number
         measured = self._exchange()
         longest = max(sum(one.seconds) for one in measured)
@@ -513,9 +505,7 @@ class LinkMonitor:
 
 
 def check_monitoring(backend: Backend[Any], plans: Plans, *, replans: bool) -> None:
-    """Raise `UsageError` if a back end cannot be monitored: no processes, helpers, or no measured links to replan
-    for.
-    """
+    """Raise `UsageError` if a back end cannot be monitored: one process, helpers, or no measured links."""
     if not isinstance(backend, GathersTexts):
         raise UsageError(
             f"the {backend.name} back end has all ranks in one process, so none can be slower than another; "
@@ -531,8 +521,6 @@ def check_monitoring(backend: Backend[Any], plans: Plans, *, replans: bool) -> N
 
 
 def _plan_rate(plans: Plans, machine: Topology) -> float:
-    """Return the GB/s of a plan on a machine with the same links at other speeds; of plans by size, for large
-    buffers.
-    """
+    """Return the GB/s of a plan (for large buffers) on a machine with the same links at other speeds."""
     plan = plans.plans[-1]
     return float(forest_rate(plan.shards, Fabric(machine, plan.channels)) or 0)

@@ -1,8 +1,8 @@
 """Track the membership of a communicator: its ranks, their plan, and how both change; and run helper ranks.
 
 A rank fails, leaves or joins (`collectives.communicator.recovery`); a link is slow
-(`collectives.communicator.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks
-at the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
+(`collectives.communicator.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks at
+the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
 after a failure runs into memory of this module; its result is handed over when all ranks have theirs.
 
 A helper rank adds and copies in the ranks' collectives and has no array of its own (`serve_as_helper`).
@@ -75,9 +75,7 @@ class CommunicatorMembers:
 
     @property
     def present(self) -> tuple[Execution[Any], Membership]:
-        """The execution and the membership, read together, since another thread may change them; UsageError once
-        closed.
-        """
+        """The execution and the membership, read atomically; UsageError once closed."""
         execution, membership = self._present
         if execution is None:
             raise UsageError("the communicator is closed; make a new one")
@@ -344,9 +342,7 @@ class CommunicatorMembers:
     def _without_failed(
         self, error: BackendError, progress: RecoveryProgress
     ) -> tuple[RecoveryProgress, ...]:
-        """Recover from a failed collective and return the progress of the others; raise the error if no rank has
-        failed.
-        """
+        """Recover from a failed collective and return the progress of all; raise the error if no rank failed."""
         recovered = recover(self._state(progress), doubted=self._suspected(error), only_changed=True)
         if recovered is None:
             raise error

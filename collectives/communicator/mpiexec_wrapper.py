@@ -2,9 +2,9 @@
 
 MPICH's launcher ends all processes of a job as soon as one ends by a signal, regardless of its options, and signals
 them when one ends without ``MPI_Finalize``; that cuts them off before they can report the failure. It sees this
-process instead, which waits for the others if the program has failed: a minute at most, in which all ranks that
-notice it end, or as long as ``--wait`` gives, ``inf`` if they continue without it. This file runs by itself and
-imports no other module of the package, so that it starts in a few milliseconds.
+process instead, which waits for the others if the program has failed: a minute at most, in which all ranks that notice
+it end, or as long as ``--wait`` gives, ``inf`` if they continue without it. This file runs by itself and imports no
+other module of the package, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations

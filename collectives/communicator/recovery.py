@@ -2,8 +2,8 @@
 
 With one process for each rank, survivors agree on the membership (`collectives.peers.membership_protocol`), the lowest
 rank plans for all, every rank verifies the plan, and they make a new back end. If another rank fails meanwhile, they
-agree anew. Joining ranks get the job's first plan and the settings of the others. A process that holds all ranks leaves
-out or adds their arrays.
+agree anew. Joining ranks get the job's first plan and the settings of the others. A process that holds all ranks
+leaves out or adds their arrays.
 
 The new plan is made as the plan before was (`replan_for_change`). If the channels of that plan do not join the ranks
 any more, they are chosen anew, and a note says so: GPUs without NVLink between them exchange over PCIe.
@@ -115,9 +115,7 @@ class Membership:
         )
 
     def with_slow(self, links: Mapping[str, float]) -> Membership:
-        """Return the membership with these directed links (``gpu0->gpu3``) at these speeds, in place of earlier
-        ones.
-        """
+        """Return the membership with these directed links (``gpu0->gpu3``) at these speeds."""
         machine = self.whole.topology
         said = {
             f"{src}->{dst}": speed
@@ -365,8 +363,7 @@ def recover_in_process(state: RecoveryState, seats: Sequence[int]) -> RecoveryRe
 
 
 def join_recovery(survivors: MembershipProtocol) -> tuple[RecoveryResult, JoinSettings]:
-    """Recover with the ranks that have admitted this one (`MembershipProtocol.request_to_join`); they call
-    `recover`.
+    """Recover with the ranks that have admitted this one (`MembershipProtocol.request_to_join`); they call `recover`.
 
     Raises `BackendError` if all of them have failed or have excluded it again, and else as `recover`.
     """

@@ -176,9 +176,7 @@ def prioritize(connection: socket.socket) -> None:
 
 
 def host_identity() -> str:
-    """Return what processes share that reach each other by the loopback address: a kernel and its network
-    namespace.
-    """
+    """Return what processes share that reach each other by the loopback address: a kernel and its network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/net")

@@ -1,11 +1,11 @@
 """Gather texts from all ranks so that an error of one rank is raised on all of them, and plan on one rank for all.
 
-A job provides an allgather of texts. A rank that fails alone would leave the others waiting in the next round, so
-an error between two rounds is sent in the next one, and every rank raises the same.
+A job provides an allgather of texts. A rank that fails alone would leave the others waiting in the next round, so an
+error between two rounds is sent in the next one, and every rank raises the same.
 
-Planning may take much longer than ranks wait for a step of a collective, and need not take the same time on each.
-Rank 0 therefore plans alone and the others wait as long as it is busy (`gather_when_done`). Each rank verifies the
-plan, and all compare its digest.
+Planning may take much longer than ranks wait for a step of a collective, and need not take the same time on each. Rank
+0 therefore plans alone and the others wait as long as it is busy (`gather_when_done`). Each rank verifies the plan,
+and all compare its digest.
 """
 
 from __future__ import annotations

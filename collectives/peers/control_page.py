@@ -239,9 +239,7 @@ class ControlPage:
         return bytes(self._bytes[start : start + LENGTH])
 
     def shown(self, number: int) -> AddressedMemory:
-        """Return the memory beside a note: the first rank's part at byte 0, each next one 2 `SHOWABLE` bytes
-        further.
-        """
+        """Return the memory beside a note: rank 0's part at byte 0, each next one 2 `SHOWABLE` bytes further."""
         return self._shown[number % 2]
 
     def write_agreed(self, number: int, outcome: bytes) -> None:

@@ -8,8 +8,8 @@ names the neighbour that it waits for, after the timeout.
 
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure
-attribution follows the chain of waiting ranks to one that does not answer, is not in the collective, or still
-moves; in the last case the network is slow.
+attribution follows the chain of waiting ranks to one that does not answer, is not in the collective, or still moves;
+in the last case the network is slow.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class FailureAttribution:
-    """A failed rank (`peer`), the rank that waits for it, the row of the transfer table, and a sentence for the
-    error.
-    """
+    """A failed rank (`peer`), the rank that waits for it, the row of the transfer table, and a sentence."""
 
     rank: int
     peer: int
@@ -142,9 +140,7 @@ class Signature:
         return Signature(call, *_VALUES_AFTER_CALL(self))
 
     def packing(self) -> Callable[[int], bytes]:
-        """Return a function that packs the signature of any call, faster than `pack`; for a signature without a
-        refusal.
-        """
+        """Return a faster `pack` for the signature of any call; for a signature without a refusal."""
         rest = _after_call(*_VALUES_AFTER_CALL(self))
         return lambda call: f'{{"call": {call}, {rest}'.encode().ljust(LENGTH)
 
@@ -227,9 +223,7 @@ def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError 
 
 
 def _explaining_fields(other: Signature, usual: Signature) -> list[str]:
-    """Return the fields that explain a difference, without consequences and fields that one of the two leaves
-    empty.
-    """
+    """Return the fields that explain a difference, without consequences and fields that one of the two leaves empty."""
     differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
     if "collective" in differing:
         return ["collective"]

@@ -1,12 +1,11 @@
 """Read the rank, the rendezvous address and the identity of a job from the environment that its launcher sets.
 
-``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the
-address, or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at
-that port (``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
+``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the address,
+or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at that port
+(``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
 
-The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables
-of launchers and batch systems, else, between ranks of one host, the process that launched them. It is not
-authentication.
+The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables of
+launchers and batch systems, else, between ranks of one host, the process that launched them. It is not authentication.
 """
 
 from __future__ import annotations
@@ -138,9 +137,7 @@ class JobIdentity:
 
     @staticmethod
     def of_message(fields: Mapping[str, Any]) -> JobIdentity:
-        """Return the identity from message fields (`dataclasses.asdict`); ValueError, TypeError or KeyError for
-        others.
-        """
+        """Return the identity of message fields (`dataclasses.asdict`); ValueError, TypeError or KeyError for others."""
         whole, batch = (
             tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
         )

@@ -1,19 +1,19 @@
 """Agree on the survivors of a job after a rank has failed, whichever ranks fail during the agreement.
 
 Every rank listens from the start at an address that all know. To agree, each rank connects to every other one and
-sends the set that it takes for failed: ranks that it was asked to leave out, whose connection is refused or ends,
-or that are silent too long. It adds the sets that it receives and sends every change. A rank decides when all that
-it takes for alive have sent its own set. Sets only grow, so this ends. A decided rank answers later messages with
-its decision.
+sends the set that it takes for failed: ranks that it was asked to leave out, whose connection is refused or ends, or
+that are silent too long. It adds the sets that it receives and sends every change. A rank decides when all that it
+takes for alive have sent its own set. Sets only grow, so this ends. A decided rank answers later messages with its
+decision.
 
 Each agreement starts an epoch; a message of an earlier epoch is answered with the later decision, so a rank that was
 taken for failed learns that it is out. A network partition looks like failed ranks: fewer than half of the ranks do
 not continue while others are only silent, nor half without the lowest rank.
 
-A joining rank sends a request to the ranks of its invitation (`MembershipProtocol.invitation`), gets the original
-rank of a failed one, and starts in the epoch of the next agreement. A rank that shuts down normally announces the
-number of its last collective; the others may fail in that one, and must not repeat it without a rank that has
-returned its result.
+A joining rank sends a request to the ranks of its invitation (`MembershipProtocol.invitation`), gets the original rank
+of a failed one, and starts in the epoch of the next agreement. A rank that shuts down normally announces the number of
+its last collective; the others may fail in that one, and must not repeat it without a rank that has returned its
+result.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 """Errors of a connection to an ended process; other errors are the network's."""
 
 NOTICED = 3
-"""Timeouts within which all ranks notice a failure: one waits for the failed rank, another for that one, then
-attribution.
-"""
+"""Timeouts within which all ranks notice a failure: one waits for the failed rank, another for that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +163,7 @@ class MembershipProtocol:
 
     @staticmethod
     def of(gather: Gather, rank: int, local: str = "127.0.0.1") -> MembershipProtocol | None:
-        """Return the protocol of ranks that exchange their cards; None on all ranks if the cards do not let all of
-        them connect.
-        """
+        """Return the protocol of ranks that exchange their cards; None on all ranks if some could not connect."""
         made: MembershipProtocol | None = None
         with contextlib.suppress(OSError):
             made = MembershipProtocol(local)
@@ -405,9 +401,7 @@ class MembershipProtocol:
                 self._changed.wait(left)
 
     def check(self, until: float) -> None:
-        """Raise `BackendError` if a rank failed since the last agreement, starts another one, or is stopped after
-        ``until``.
-        """
+        """Raise `BackendError` if a rank failed, agrees again, or is stopped after ``until``."""
         with self._changed:
             self._check_peers(self.members, silent=False)
             if time.monotonic() >= until:
@@ -633,9 +627,7 @@ class MembershipProtocol:
         self._requests.pop(channel, None)
 
     def _lost(self, channel: _PeerConnection, *, ended: bool = True) -> None:
-        """Drop a connection: either the rank's process ended, or the network failed, which proves nothing about the
-        rank.
-        """
+        """Drop a connection: its rank ended, or the network failed, which proves nothing about the rank."""
         self._drop(channel)
         if self._channels.get(channel.rank) is channel:
             del self._channels[channel.rank]

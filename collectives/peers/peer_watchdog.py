@@ -1,10 +1,10 @@
 """Wait for other ranks with a deadline: a peer that dies or stalls ends the wait with an error.
 
-A waiting rank yields its processor repeatedly, which is fastest with more ranks than processors, and sleeps for
-short times after some milliseconds. It polls whether the peer's process exists (``/proc``) and whether a rank has
-reported a failure. After the timeout it follows the chain of waiting ranks to the one that waits for no other: that
-rank stalls. A thread that the system notifies when a process of the host ends wakes ranks that sleep inside machine
-code (`ControlPage.alarm`).
+A waiting rank yields its processor repeatedly, which is fastest with more ranks than processors, and sleeps for short
+times after some milliseconds. It polls whether the peer's process exists (``/proc``) and whether a rank has reported a
+failure. After the timeout it follows the chain of waiting ranks to the one that waits for no other: that rank stalls.
+A thread that the system notifies when a process of the host ends wakes ranks that sleep inside machine code
+(`ControlPage.alarm`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class RemoteFailures(Protocol):
 
 
 class PeerWatchdog:
-    """Waits on behalf of one rank, at most `timeout` seconds each time; `others` are other hosts, if there may be
-    any.
-    """
+    """Waits on behalf of one rank, at most `timeout` seconds each time; `others` are other hosts."""
 
     def __init__(
         self,
@@ -306,9 +304,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state: R, S or D run or sleep, T is stopped, Z has ended, X does not exist or is unknown
-    here.
-    """
+    """Return a process's state: R, S or D run or sleep, T is stopped, Z has ended, X is unknown here."""
     return (_fields(pid) or ["X"])[0]
 
 

@@ -4,9 +4,9 @@ Rank 0 hosts it. A launcher may host it instead: it listens on a port that the s
 before it starts the ranks and passes the address on. No other process can take the port in between, and the ranks
 learn of a failure even if rank 0 is the failed one.
 
-One address serves all communicators that the ranks of a job open there, in sequence or at the same time: a process
-has one listener for each address, which rank 0 keeps as long as one of them is open. A rank that connects again
-takes part in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
+One address serves all communicators that the ranks of a job open there, in sequence or at the same time: a process has
+one listener for each address, which rank 0 keeps as long as one of them is open. A rank that connects again takes part
+in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
 (`JobIdentity`).
 """
 

@@ -1,13 +1,12 @@
 """Decide the answers of the rendezvous: membership of the job, agreement on the next collective, the first failure.
 
-A pure state machine: messages in, messages out. All ranks send their signatures before a collective, and none
-begins before all have agreed, so a rank with an empty table is compared too. If signatures differ, all ranks get
-all of them, and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones
-are consequences and are dropped.
+A pure state machine: messages in, messages out. All ranks send their signatures before a collective, and none begins
+before all have agreed, so a rank with an empty table is compared too. If signatures differ, all ranks get all of them,
+and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones are consequences
+and are dropped.
 
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
-here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is
-over.
+here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
 
 Helper ranks are numbered behind the ranks. Each asks which collective to follow, and gets the signature of the next
 one whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.

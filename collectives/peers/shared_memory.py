@@ -1,13 +1,13 @@
 """Create unnamed memory that the ranks of one host share, and allocate arrays in it.
 
 The lowest rank makes it (`memfd_create`) and the others open it through ``/proc``, so it disappears with the last
-process that holds it, however that ends. Its first pages are the control pages (`control_page`); the slots lie
-behind them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how
-many a collective needs.
+process that holds it, however that ends. Its first pages are the control pages (`control_page`); the slots lie behind
+them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how many a
+collective needs.
 
-`RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are
-collected, at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it
-only notes the range, and the next allocation sorts it in.
+`RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are collected,
+at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it only notes
+the range, and the next allocation sorts it in.
 """
 
 from __future__ import annotations
@@ -321,9 +321,7 @@ def create_memory() -> int:
 
 
 def open_memory(pid: int, descriptor: int) -> int:
-    """Open another process's memory as a file descriptor of this one; OSError if it is not visible or of another
-    user.
-    """
+    """Open another process's memory as a file descriptor; OSError if it is not visible or of another user."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 

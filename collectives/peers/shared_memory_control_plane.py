@@ -1,8 +1,8 @@
 """Implement the control plane of processes that share memory, on one host or on several.
 
-Before a collective every rank writes a note and compares it with the notes of all others. On one host the notes lie
-in shared memory. The lowest rank of each host exchanges its host's notes with those of the other hosts, compares,
-and lets its own host continue. A rank that has passed knows that all others have left the collective before.
+Before a collective every rank writes a note and compares it with the notes of all others. On one host the notes lie in
+shared memory. The lowest rank of each host exchanges its host's notes with those of the other hosts, compares, and
+lets its own host continue. A rank that has passed knows that all others have left the collective before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class HostExchange(RemoteFailures, Protocol):
     """Exchange of notes between hosts."""
 
     def exchange_notes(self, own: list[bytes], until: Until) -> Notes:
-        """Return the notes of the ranks of other hosts for those of this one; the lowest rank of each host calls
-        it.
-        """
+        """Return the notes of the ranks of other hosts for those of this one; the lowest rank of each host calls it."""
 
     def gather(self, data: bytes, until: Until) -> list[bytes]:
         """Return the bytes of every rank of every host; all of them call it."""
@@ -123,9 +121,7 @@ class SharedMemoryControlPlane(ControlPlane):
         return float(struct.unpack_from("d", outcome)[0])
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """Short messages fit into a rank's note. Longer ones lie in unnamed memory that the note names and the others
-        open.
-        """
+        """Short messages fit into a rank's note; longer ones lie in memory that the note names."""
         if self._others is not None:
             return self._others.gather(data, lambda done, peer: self.watch.until(done, peer, 0))
         texts: dict[int, str | int] = {}

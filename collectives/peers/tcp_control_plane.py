@@ -1,9 +1,9 @@
 """Implement the control plane over a rendezvous, to which every rank keeps a connection.
 
-A rank reports a failure to the rendezvous, which sends the first report to all ranks; ranks that are not neighbours
-of the failed one stop too, and all name the same culprit. A rank that has waited for a whole timeout asks the
-rendezvous, which finds the stalled rank or answers that some rank still moves. `rendezvous_within` opens a
-rendezvous for a group of ranks over the control plane of the whole job.
+A rank reports a failure to the rendezvous, which sends the first report to all ranks; ranks that are not neighbours of
+the failed one stop too, and all name the same culprit. A rank that has waited for a whole timeout asks the rendezvous,
+which finds the stalled rank or answers that some rank still moves. `rendezvous_within` opens a rendezvous for a group
+of ranks over the control plane of the whole job.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def rendezvous_within(
 
 
 NO_END = 1e6
-"""Timeout of a helper that waits for work, more than a week; then it checks that the ranks still run, and waits
-again.
-"""
+"""Timeout of a helper that waits for work; then it checks that the ranks still run."""
 
 
 def _no_links(local: str) -> Message:
@@ -158,9 +156,7 @@ class TcpControlPlane(ControlPlane):
         self._ask({**_agreement(signature), "helped": helped}, timeout)
 
     def follow(self) -> Signature | None:
-        """Return the signature of the next collective that this helper takes part in; None once the ranks have
-        left.
-        """
+        """Return the signature of the next collective that this helper takes part in; None once the ranks have left."""
         control = self.control
         with self.changed:
             control.answer = None
@@ -255,8 +251,7 @@ class TcpControlPlane(ControlPlane):
                 self._found = self._found or error
 
     def hold_address(self, fail: Callable[[str], None]) -> Callable[[], None]:
-        """Hold the address against other jobs after this control plane is closed (`AddressLock`); returns the
-        release.
+        """Hold the address against other jobs after this control plane is closed (`AddressLock`); returns the release.
 
         `fail` is called with a reason if another process comes there as rank 0 of what may be the same job.
         """
@@ -327,9 +322,7 @@ class TcpControlPlane(ControlPlane):
         self.control.listen(self.changed, lambda: self.waiting(), self.watcher)
 
     def _ask(self, message: Message, timeout: float) -> Message:
-        """Send a request that all ranks send, and return the answer; RefusedError if signatures differ, else raises as
-        `wait`.
-        """
+        """Send a request of all ranks and return the answer; RefusedError if signatures differ, else as `wait`."""
         control = self.control
         with self.changed:
             before, control.answer, control.differ = control.answer, None, None

@@ -5,8 +5,8 @@ indices, then that of values, both filled up to 8 bytes with zeros. The header i
 it: a truncated message, or one of another format, never becomes other numbers. The receiver's format must be the
 sender's. Filters of indices (packing, key caching) are lossless, so a format is lossless if that of its values is.
 
-Values travel as given, rounded to a narrower float, or in fixed point: all scales (float32), then all codes. The
-scale of a block with a value that is not finite is NaN, and so are all its values when they are read.
+Values travel as given, rounded to a narrower float, or in fixed point: all scales (float32), then all codes. The scale
+of a block with a value that is not finite is NaN, and so are all its values when they are read.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def frame(header: Header, indices: NDArray[np.uint8], values: NDArray[np.uint8])
 
 
 def unframe(message: NDArray[np.uint8]) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return header, indices and values of a message, the sections as views; UsageError if it is truncated or
-    corrupt.
+    """Return header, indices and values of a message, the sections as views; UsageError if it is truncated or corrupt.
 
     Bytes after the message are ignored, so a whole larger receive buffer can be passed.
     """

@@ -1,7 +1,7 @@
 """Choose the exchange of a sparse gradient by the model: the whole gradient, or its entries in one of four ways.
 
-An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of
-b + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
+An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of b
++ i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
 The model evaluates this for the machine's links and all plans. The time of selecting and adding entries is left out.
 """
 

@@ -32,9 +32,7 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 
 GatherEntries = Callable[[list[Any]], list[Any]]
-"""Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each
-rank.
-"""
+"""Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
 
 
 class DenseExchange(Generic[Line]):
@@ -309,9 +307,7 @@ Remainder = tuple[int, int, Entries]
 
 
 class TreeExchange(Generic[Line]):
-    """One sparse allreduce over trees; all stages of the runner's plan move entries, and `messages` are of its
-    shards.
-    """
+    """One sparse allreduce over trees; all stages move entries, and `messages` are of the plan's shards."""
 
     def __init__(
         self,

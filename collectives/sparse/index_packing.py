@@ -50,8 +50,7 @@ _GAMMA_HALVES = np.array(
 
 
 def modulus_of(count: int, universe: int) -> int:
-    """Return the Golomb modulus of `count` random indices below `universe`: ln 2 times the mean distance, at least
-    1.
+    """Return the Golomb modulus of `count` random indices below `universe`: ln 2 times the mean distance, at least 1.
 
     In whole numbers, so that every machine finds the same.
 
@@ -175,9 +174,7 @@ def decode_blocks(
 
 @compiled
 def first_out_of_order(indices: NDArray[np.int32] | NDArray[np.int64], universe: int) -> int:
-    """Return the position of the first index that is not above the one before it or not in [0, universe); -1 without
-    one.
-    """
+    """Return the position of the first index that is not ascending or not in [0, universe); -1 without one."""
     previous = np.int64(-1)
     for place in range(len(indices)):
         index = np.int64(indices[place])

@@ -1,10 +1,10 @@
 """Send the digest of an index set that repeats instead of the set; both ends keep the same last few.
 
 Parameter servers call it key caching (Li et al., "Scaling distributed machine learning with the parameter server",
-2014, section 5.1). Each direction between two ranks has one cache at either end. Every message is exactly one
-call, `remember` or `recall`, at the sender and then at the receiver, with the same arguments. A cache depends on those
-calls only, so both ends hold the same sets and drop the same one, the least recently used. A message carries the
-number of its call: a lost, doubled or swapped one is noticed before anything is decoded.
+2014, section 5.1). Each direction between two ranks has one cache at either end. Every message is exactly one call,
+`remember` or `recall`, at the sender and then at the receiver, with the same arguments. A cache depends on those calls
+only, so both ends hold the same sets and drop the same one, the least recently used. A message carries the number of
+its call: a lost, doubled or swapped one is noticed before anything is decoded.
 """
 
 from __future__ import annotations

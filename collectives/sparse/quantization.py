@@ -214,8 +214,7 @@ def to_fixed_point(
 
 
 def code_levels(bits: int, ranks: int = 1) -> int:
-    """Return the largest code of one rank such that the sum over all ranks fits into the bits; UsageError without
-    one.
+    """Return the largest code of one rank such that the sum over all ranks fits into the bits; UsageError without one.
 
     Examples
     --------
@@ -349,8 +348,7 @@ def _round_blocks(
 
 @compiled
 def _scale_of(largest: float, levels: int, scale_bits: int) -> float:
-    """Return `largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones
-    included.
+    """Return `largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones included.
 
     Never below the exact quotient, so no code exceeds the levels: the division rounds down to a number of so few bits
     only from where `largest` is `levels` times that number, because neighbours of that product lie further apart.

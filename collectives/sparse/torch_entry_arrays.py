@@ -1,4 +1,5 @@
-"""Compute with gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' memory, in their stream.
+"""Compute with gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' memory, in their
+stream.
 
 CuPy sees a tensor's memory through DLPack; CuPy arrays that go to torch, messages above all, are copied into tensors,
 since torch's allocator and NCCL need to know whose memory they handle. Gradients of 16 bits are widened by torch
@@ -24,8 +25,7 @@ from topoplan.errors import UsageError
 
 
 class TorchEntryArrays(GpuEntryArrays):
-    """The `EntryArrays` of torch tensors on one GPU, in the library's stream: lines are tensors, values CuPy
-    arrays.
+    """The `EntryArrays` of torch tensors on one GPU, in the library's stream: lines are tensors, values CuPy arrays.
 
     Raises `UsageError` without a CuPy for this torch.
     """

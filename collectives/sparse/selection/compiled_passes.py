@@ -1,8 +1,8 @@
 """Read the data in compiled loops: gather the largest entries, find the k-th largest key, and put entries back.
 
 A gathering pass takes `BLOCK` elements at a time: first one bit for each element that reaches the threshold, then
-those are picked out while their block is in the nearest cache and the next one is on its way. The k-th largest key
-is found by histograms of leading bits (radix select).
+those are picked out while their block is in the nearest cache and the next one is on its way. The k-th largest key is
+found by histograms of leading bits (radix select).
 
 Steps of `WORD` neighbours are written as LLVM vector instructions (`reached`, `add`, `fetch`, `copy`), since numba
 turns no loop over elements into them: 64 comparisons come out as the bits of one word. The compiler cuts the vectors
@@ -51,9 +51,7 @@ def histogram_within(
 
 @compiled
 def take(bits: KeyArray, mask: Any, border: Any, ties: int, kept: KeyArray) -> None:
-    """Write the indices of keys above ``border``, and of the first ``ties`` equal to it; ``kept`` has one place
-    more.
-    """
+    """Write the indices of keys above ``border`` and of the first ``ties`` equal to it; ``kept`` has a spare place."""
     count = 0
     for i in range(bits.size):
         key = bits[i] & mask
@@ -285,8 +283,7 @@ Array = NDArray[Any]
 
 @compiled
 def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array) -> int:
-    """Write indices and bits of all keys that are at least a threshold, ascending; return their count, or
-    `OVERFLOW`.
+    """Write indices and bits of all keys that are at least a threshold, ascending; return their count, or `OVERFLOW`.
 
     ``indices`` and ``found`` must have `ROOM` places more than may be filled.
     """

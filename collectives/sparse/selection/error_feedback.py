@@ -4,11 +4,11 @@
 
 So nothing is lost: entries sent and residual sum up to the gradients given. With momentum correction (Lin et al.,
 "Deep Gradient Compression", ICLR 2018, section 3.1 and 3.2) a velocity takes the gradient's place, and entries that
-are sent lose theirs too. In the first epochs more entries are sent (section 3.3).
-The pass that adds also takes out entries above a sampled threshold; if they are fewer than k, all go back and the sum
-is selected from as `topk` does. It moves 12 bytes for each float32 element if the threshold certifies itself, else 16;
-20 and 24 with momentum. Buffers are reused (`SelectionWorkspace`): new memory costs a page fault every 4096 bytes,
-together as much as the selection itself.
+are sent lose theirs too. In the first epochs more entries are sent (section 3.3). The pass that adds also takes out
+entries above a sampled threshold; if they are fewer than k, all go back and the sum is selected from as `topk` does.
+It moves 12 bytes for each float32 element if the threshold certifies itself, else 16; 20 and 24 with momentum. Buffers
+are reused (`SelectionWorkspace`): new memory costs a page fault every 4096 bytes, together as much as the selection
+itself.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class ResidualArrays:
 
 
 def flat_gradient(gradient: HostArray, residual: HostArray) -> HostArray:
-    """Return a gradient, flat, in a dtype that is added to the residual; UsageError for another size or a wider
-    dtype.
-    """
+    """Return a gradient, flat, in a dtype that is added to the residual; UsageError if it does not fit."""
     kind = gradient.dtype.name if isinstance(gradient, np.ndarray) else type(gradient).__name__
     if not isinstance(gradient, np.ndarray) or not (
         kind == "bfloat16" or np.can_cast(gradient.dtype, residual.dtype, "safe")

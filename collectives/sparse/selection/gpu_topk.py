@@ -1,7 +1,7 @@
 """Select the exact k largest entries on a GPU with CuPy, with the same results as on the processor.
 
-The key of an element is its bits without the sign, as an unsigned integer; every NaN is above infinity. Among
-equal keys at the border those of lowest index are selected. Three ways to one result, d elements of b bytes each:
+The key of an element is its bits without the sign, as an unsigned integer; every NaN is above infinity. Among equal
+keys at the border those of lowest index are selected. Three ways to one result, d elements of b bytes each:
 
 - *one read*: entries at or above a guessed bound (d b bytes; 3 d b with a gradient added in the same pass). It holds
   if at least k were found. The guess is an earlier threshold, or comes from a sample.
@@ -154,9 +154,7 @@ class SelectionPasses:
         return self._one_read(addend, guess[1:2], 0)
 
     def certified(self, addend: Addend, threshold: Any) -> bool:
-        """Select in one read with a bound an eighth of an octave below an earlier threshold; return whether it
-        sufficed.
-        """
+        """Select in one read with a bound 1/8 octave below an earlier threshold; return whether it sufficed."""
         return self._one_read(addend, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
 
     def two_reads(self, addend: Addend | None = None) -> bool:

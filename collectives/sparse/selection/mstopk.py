@@ -1,9 +1,9 @@
 """Select k large entries by a bisection of thresholds, as published (MSTopK).
 
 Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021, algorithm 1.
-Thresholds between the mean and the maximum of |x| are bisected, and for each the entries that reach it are counted.
-In the end at most k entries reach one threshold and at least k another one; the certain ones are taken, and the rest
-from the band between the two thresholds, as a contiguous run at a random offset.
+Thresholds between the mean and the maximum of |x| are bisected, and for each the entries that reach it are counted. In
+the end at most k entries reach one threshold and at least k another one; the certain ones are taken, and the rest from
+the band between the two thresholds, as a contiguous run at a random offset.
 """
 
 from __future__ import annotations

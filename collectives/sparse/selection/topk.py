@@ -1,12 +1,13 @@
 """Select the exact k largest entries by magnitude, mostly in one read of the data.
 
 The bits of a float without its sign, read as an integer, order as the magnitudes do: zero, denormals, numbers,
-infinity, and NaN above all (`Magnitudes`). So selection by magnitude is selection of integers, for every kind of float.
+infinity, and NaN above all (`Magnitudes`). So selection by magnitude is selection of integers, for every kind of
+float.
 
-A sample gives a threshold that a little more than k entries will reach. One read gathers those; if they are k or
-more, they certify themselves and hold the result. If the sample misled, or k is not small, a histogram of the leading
-bits divides the entries exactly into certain ones, candidates and others, in two reads. The result is the same: it
-depends on the data alone.
+A sample gives a threshold that a little more than k entries will reach. One read gathers those; if they are k or more,
+they certify themselves and hold the result. If the sample misled, or k is not small, a histogram of the leading bits
+divides the entries exactly into certain ones, candidates and others, in two reads. The result is the same: it depends
+on the data alone.
 """
 
 from __future__ import annotations
@@ -294,9 +295,7 @@ def select_in_two_reads(data: Magnitudes, k: int) -> SelectedEntries:
 
 
 def _border(counts: Array, k: int) -> tuple[int, int, int]:
-    """Return, from a histogram, the bin with the k-th largest key, the entries in the bins above it, and those in
-    it.
-    """
+    """Return, from a histogram, the bin with the k-th largest key, and the entries above and in it."""
     reached = np.cumsum(counts[::-1])
     above = int(np.searchsorted(reached, k))
     certain_count = int(reached[above - 1]) if above else 0
