@@ -23,8 +23,7 @@ from topoplan.errors import BackendError, RefusedError, UsageError
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
 
-Arrays = TypeVar("Arrays")
-"""One array, or a list of arrays where one process holds several ranks."""
+Arrays = TypeVar("Arrays")  # one array, or a list of arrays where one process holds several ranks
 
 
 class DenseCollectives(ABC):

@@ -172,8 +172,7 @@ class CallQueue:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
-        self.batch: StepBatch | None = None
-        """The batch of the exchanges that are started from now on."""
+        self.batch: StepBatch | None = None  # the batch of the exchanges that are started from now on
 
     def run(self, task: Callable[[], Result], *, exchanges: bool = True) -> Result:
         """Return the task's result, after all earlier tasks; one that exchanges nothing is in no batch."""

@@ -35,8 +35,7 @@ from topoplan.plans.plan import Plan, Plans, check_collective
 from topoplan.reading.probe import host_sysfs, probe_host, visible_devices
 from topoplan.reading.probe_devices import FoundNic, find_nics
 
-Gpu = int | str
-"""A GPU's UUID, PCI bus id or name in the machine, or its CUDA number in the process."""
+Gpu = int | str  # a GPU's UUID, PCI bus id or name in the machine, or its CUDA number in the process
 
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Environment variables on which CUDA's numbers depend."""
@@ -157,8 +156,7 @@ NIC_BUS_GBPS = 100.0
 
 MEMORY = "memory"
 
-ASSUMED_GIGABITS = 10.0
-"""Gb/s of a NIC of unknown speed."""
+ASSUMED_GIGABITS = 10.0  # Gb/s of a NIC of unknown speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +358,7 @@ def network_speed(machine: Topology) -> tuple[Topology, float, tuple[str, ...]]:
     return topoplan.without_devices(machine, slower), fastest, (note,)
 
 
-_PLAN_CACHE: dict[tuple[JobRank, ...], Plan] = {}
-"""Plans of this process, by the ranks of their jobs."""
+_PLAN_CACHE: dict[tuple[JobRank, ...], Plan] = {}  # plans of this process, by the ranks of their jobs
 
 
 def agree_on_job_plan(

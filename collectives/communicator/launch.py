@@ -31,8 +31,7 @@ from collectives.communicator import mpiexec_wrapper
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import UsageError
 
-PARENT_DEATH_SIGNAL = 1
-"""Linux's PR_SET_PDEATHSIG."""
+PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
 POLL_SECONDS = 0.02
 

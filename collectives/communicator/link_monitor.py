@@ -34,26 +34,13 @@ from topoplan.operate.calibration.slow_links import MeasuredPair, SlowClass, att
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Plans
 
-SLOW_SHARE = 0.5
-"""Share of the peers' rate below which a link or rank is slow."""
-
-CONSECUTIVE_JUDGEMENTS = 2
-"""Consecutive judgements that must agree."""
-
-RETRY_AFTER = 16
-"""Judgements without measurements of a slow link after which it is tried again."""
-
-RETRY_FACTOR = 8
-"""Factor of both counts for each earlier time that a link was slow."""
-
-FEWEST_LINKS = 3
-"""Fewest connections over wires of one kind that are compared with each other."""
-
-MIN_LATE_SECONDS = 0.001
-"""Smallest delay of a rank that is reported."""
-
-DIGITS = 4
-"""Significant digits of the GB/s that a slow link is planned with."""
+SLOW_SHARE = 0.5  # share of the peers' rate below which a link or rank is slow
+CONSECUTIVE_JUDGEMENTS = 2  # consecutive judgements that must agree
+RETRY_AFTER = 16  # judgements without measurements of a slow link after which it is tried again
+RETRY_FACTOR = 8  # factor of both counts for each earlier time that a link was slow
+FEWEST_LINKS = 3  # fewest connections over wires of one kind that are compared with each other
+MIN_LATE_SECONDS = 0.001  # smallest delay of a rank that is reported
+DIGITS = 4  # significant digits of the GB/s that a slow link is planned with
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,20 +303,14 @@ def _median_shares(carried: Sequence[LinkMeasurement]) -> dict[str, float]:
 JUDGEMENT_CALLS, JUDGEMENT_CALLS_MOST, JUDGEMENT_SECONDS = 4, 64, 0.2
 """Measured collectives between two judgements: at least and at most, and the seconds that they should take."""
 
-MIN_MONITORED_BYTES = 1 << 20
-"""Smallest monitored buffer; latency dominates smaller collectives."""
+MIN_MONITORED_BYTES = 1 << 20  # smallest monitored buffer; latency dominates smaller collectives
 
 MIN_BUSY_SECONDS = 0.1
 """Busy seconds for a rate to count, usually 25 kernel ticks; of a slow link, those that its bytes would need."""
 
-TICK_SECONDS = 0.004
-"""Resolution of busy times."""
-
-REPLAN_GAIN = 1.1
-"""Factor by which another plan must be faster."""
-
-ON_SLOW_MODES = ("ignore", "report", "replan")
-"""Values of ``on_slow``."""
+TICK_SECONDS = 0.004  # resolution of busy times
+REPLAN_GAIN = 1.1  # factor by which another plan must be faster
+ON_SLOW_MODES = ("ignore", "report", "replan")  # values of ``on_slow``
 
 SYNCHRONIZING_COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 """Collectives that no rank ends before the last has begun: a rank with a short duration was late."""

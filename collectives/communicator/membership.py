@@ -436,8 +436,7 @@ def _empty_residual(like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
-"""Collectives that add."""
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")  # collectives that add
 
 
 def serve_as_helper(backend: Backend[Any], store: PlanStore) -> int:

@@ -14,8 +14,7 @@ import signal
 import sys
 import time
 
-LIMIT = 60.0
-"""Seconds to wait for the others by default."""
+LIMIT = 60.0  # seconds to wait for the others by default
 
 
 def main() -> int:

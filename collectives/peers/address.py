@@ -22,17 +22,13 @@ from dataclasses import dataclass
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
 
-RETRY_SECONDS = 0.05
-"""Pause between two attempts to reach a process that may not have started yet."""
+RETRY_SECONDS = 0.05  # pause between two attempts to reach a process that may not have started yet
 
 LOW_DELAY, INTERACTIVE = 0x10, 6
 """IP's type of service, and Linux's socket priority, the highest that needs no privilege."""
 
-SIOCGIFADDR = 0x8915
-"""Linux ioctl that returns the address of an interface."""
-
-REACH_SECONDS = 1.0
-"""Timeout of a connection to one of a machine's addresses."""
+SIOCGIFADDR = 0x8915  # Linux ioctl that returns the address of an interface
+REACH_SECONDS = 1.0  # timeout of a connection to one of a machine's addresses
 
 NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, FileNotFoundError)
 

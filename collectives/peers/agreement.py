@@ -34,8 +34,7 @@ Gather = Callable[[str], list[str]]
 
 FORMAT = "topoplan.job/1"
 
-BEAT_SECONDS = 0.2
-"""Interval of the heartbeat of a busy rank; timeouts should be a few times as long."""
+BEAT_SECONDS = 0.2  # interval of the heartbeat of a busy rank; timeouts should be a few times as long
 
 KINDS: dict[str, Callable[[str], TopoplanError]] = {
     kind.__name__: kind for kind in (InfeasibleError, PlanError, ProbeError, TopologyError, UsageError)
@@ -183,8 +182,7 @@ def _read(rank: int, text: str) -> dict[str, str]:
     return answer
 
 
-PLANNER = 0
-"""The rank that plans."""
+PLANNER = 0  # the rank that plans
 
 COMPRESSED_FROM = 1 << 14
 """Characters from which a plan file is sent compressed; compressed text never begins as JSON does."""

@@ -17,32 +17,23 @@ from numpy.typing import NDArray
 from collectives.peers.control_plane import LENGTH
 from topoplan.errors import BackendError, UsageError
 
-PAGE = 4096
-"""Bytes of a rank's page."""
+PAGE = 4096  # bytes of a rank's page
 
 WORDS = PAGE // 8
-DONE = 0
-"""Word: calls begun, times 2**32, plus the operations done in the last one."""
-NOTES = 16
-"""Word: notes written so far."""
-AGREED = 32
-"""Word: notes that the host's leader has compared with other hosts."""
-PEER, ROW = 48, 49
-"""Words: the rank that this one waits for, plus 1, and the row; 0 if it does not wait."""
+DONE = 0  # word: calls begun, times 2**32, plus the operations done in the last one
+NOTES = 16  # word: notes written so far
+AGREED = 32  # word: notes that the host's leader has compared with other hosts
+PEER, ROW = 48, 49  # words: the rank that this one waits for, plus 1, and the row; 0 if it does not wait
 CLOSED, LEAVING = 64, 65
 """Words: 1 once the rank has closed its communicator, and once its process is about to end."""
-FAILED = 80
-"""Word: 1 when the rank has written a failure."""
+FAILED = 80  # word: 1 when the rank has written a failure
 ASLEEP, UNTIL, WAKE_COUNT = 96, 97, 112
 """Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; the value that it waits
 for; and the number of times that others have woken it.
 """
-NOTE = 2048
-"""Byte offset of the two notes."""
-_FAILURE, _LARGEST = 1024, 1920
-"""Byte offsets of a failure and of the leader's outcome."""
-LOOK = 99
-"""Word: 1 if the rank must check the others now, since one has died or failed; set by any rank."""
+NOTE = 2048  # byte offset of the two notes
+_FAILURE, _LARGEST = 1024, 1920  # byte offsets of a failure and of the leader's outcome
+LOOK = 99  # word: 1 if the rank must check the others now, since one has died or failed; set by any rank
 GIVEN, TAKEN, ARENA = 120, 122, 124
 """Words. The first two are for even and odd notes: the arena offset of a rank's input to the collective of that note,
 and of its result, plus 1; -1 without one, 0 outside the arena. The third is the file descriptor of the arena, plus 1.
@@ -51,8 +42,7 @@ LYING, PROBE, PROBED = 104, 106, 107
 """Words. The first is for even and odd notes: the address of a rank's input if it reads the others' memory and they
 read its own, else 0. The others are an address for others to probe, and the value there.
 """
-SHOWABLE = 256 << 10
-"""Bytes that a rank can share together with a note."""
+SHOWABLE = 256 << 10  # bytes that a rank can share together with a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +118,7 @@ class RankFailure:
     rank 3, peer 0, step 17: rank 2 noticed: the peer died
     """
 
-    LENGTH: ClassVar[int] = 768
-    """Bytes of a packed failure."""
+    LENGTH: ClassVar[int] = 768  # bytes of a packed failure
 
     rank: int
     peer: int

@@ -103,8 +103,7 @@ def attribute_failure(
         rank = peer
 
 
-LENGTH = 512
-"""Bytes of a packed signature."""
+LENGTH = 512  # bytes of a packed signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +177,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 _NAMES = tuple(field.name for field in fields(Signature))
 _VALUES_AFTER_CALL = attrgetter(*_NAMES[1:])
 
-_FOLLOWS = ("call", "plan", "chunk")
-"""Fields that differ as a consequence when arguments differ."""
+_FOLLOWS = ("call", "plan", "chunk")  # fields that differ as a consequence when arguments differ
 
 
 def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError | None:
@@ -240,8 +238,7 @@ def _after_call(*values: str | int | None) -> str:
     return json.dumps(dict(zip(_NAMES[1:], values, strict=True)))[1:]
 
 
-BLOCK_BYTES = 640
-"""Bytes of the first gather of a `BlockControlPlane`: a signature fits, with some text."""
+BLOCK_BYTES = 640  # bytes of the first gather of a `BlockControlPlane`: a signature fits, with some text
 
 COLLECTIVE, VALUE, TEXT, SHUTDOWN_NOTICE = b"c", b"v", b"t", b"f"
 """Kinds of control messages; ranks that exchange different kinds must not mistake one for the other."""
@@ -388,8 +385,7 @@ def plain_message(error: BackendError) -> str:
     return text.split(": ", 1)[1] if known else text
 
 
-FAILURE_TAG = 7
-"""MPI tag of failures."""
+FAILURE_TAG = 7  # MPI tag of failures
 
 MPI_POLL_SECONDS = 0.0005
 

@@ -95,8 +95,7 @@ def integer_variable(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-Process = tuple[int, int]
-"""A process id, and the start time of the process in clock ticks since boot."""
+Process = tuple[int, int]  # a process id, and the start time of the process in clock ticks since boot
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class JobIdentity:
 
     @staticmethod
     def of_message(fields: Mapping[str, Any]) -> JobIdentity:
-        """Return the identity of message fields (`dataclasses.asdict`); ValueError, TypeError or KeyError for others."""
+        """Return the identity of message fields (`dataclasses.asdict`); ValueError, TypeError or KeyError if not."""
         whole, batch = (
             tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
         )

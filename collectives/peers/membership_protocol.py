@@ -40,16 +40,14 @@ from collectives.peers.rendezvous import HANDSHAKE_SECONDS
 from collectives.peers.rendezvous_state import Message, Unpacker, pack
 from topoplan.errors import BackendError, UsageError
 
-SUSPECTED_SECONDS = 1.0
-"""Deadline for a rank whose failure others have reported."""
+SUSPECTED_SECONDS = 1.0  # deadline for a rank whose failure others have reported
 
 INVITATION = "topoplan.invitation/1"
 
 OWN_NUMBERS = 1 << 32
 """Joining ranks draw their numbers at random from here on, from a range so large that collisions are negligible."""
 
-SHUTDOWN_NOTICE_SECONDS = 0.5
-"""Time to reach all others with a shutdown notice."""
+SHUTDOWN_NOTICE_SECONDS = 0.5  # time to reach all others with a shutdown notice
 
 ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 """Errors of a connection to an ended process; other errors are the network's."""
@@ -149,8 +147,7 @@ class MembershipProtocol:
         self._gone: set[int] = set()
         self._unreached: set[int] = set()
         self._reported: frozenset[int] = frozenset()
-        self._late: set[int] = set()
-        """Ranks that missed a deadline since the last agreement."""
+        self._late: set[int] = set()  # ranks that missed a deadline since the last agreement
         self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}

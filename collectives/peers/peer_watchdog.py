@@ -32,17 +32,10 @@ from collectives.peers.control_page import (
 )
 from topoplan.errors import BackendError
 
-YIELDS = 16
-"""Yields of the processor between two reads of the clock."""
-
-YIELDING_SECONDS = 0.005
-"""Seconds of waiting after which a rank sleeps between two polls."""
-
-LOOK = 0.02
-"""Seconds between two checks of the peer's process."""
-
-REMOTE_FAILURE_SECONDS = 0.2
-"""Time for others to report why MPI cannot reach a peer."""
+YIELDS = 16  # yields of the processor between two reads of the clock
+YIELDING_SECONDS = 0.005  # seconds of waiting after which a rank sleeps between two polls
+LOOK = 0.02  # seconds between two checks of the peer's process
+REMOTE_FAILURE_SECONDS = 0.2  # time for others to report why MPI cannot reach a peer
 
 
 class RemoteFailures(Protocol):

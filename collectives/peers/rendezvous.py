@@ -40,23 +40,15 @@ from collectives.peers.rendezvous_state import (
 )
 from topoplan.errors import BackendError, UsageError
 
-HANDSHAKE_SECONDS = 10.0
-"""Time in which a connection must send its handshake."""
+HANDSHAKE_SECONDS = 10.0  # time in which a connection must send its handshake
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
 
-LINGER_SECONDS = 1.0
-"""Time for ranks to read the last message before the connections are closed."""
-
-_LISTENING: dict[str, Rendezvous] = {}
-"""Listeners of this process, by address."""
-
-_HOLDS: dict[str, AddressLock] = {}
-"""Address locks of this process, by address."""
-
-_LISTENERS_LOCK = threading.Lock()
-"""Guards both."""
+LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
+_LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
+_HOLDS: dict[str, AddressLock] = {}  # address locks of this process, by address
+_LISTENERS_LOCK = threading.Lock()  # guards both
 
 
 def _forget() -> None:
@@ -102,10 +94,8 @@ class _Opening:
     number: int
     hub: RendezvousState
     visitors: dict[int, _RankConnection] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    """Ranks that came after it had failed."""
-    end: float | None = None
-    """Latest time at which the connections are closed."""
+    told: set[int] = field(default_factory=set)  # ranks that came after it had failed
+    end: float | None = None  # latest time at which the connections are closed
     ended: threading.Event = field(default_factory=threading.Event)
 
     def lacks(self, rank: int) -> bool:

@@ -20,8 +20,7 @@ from collectives.peers.peer_watchdog import is_stopped
 from collectives.peers.rendezvous_state import FORMAT, Message, Unpacker, pack
 from topoplan.errors import BackendError
 
-GRACE_SECONDS = 2.0
-"""Time for an answer of the rendezvous, including the second that it may give the ranks."""
+GRACE_SECONDS = 2.0  # time for an answer of the rendezvous, including the second that it may give the ranks
 
 
 class RendezvousClient:

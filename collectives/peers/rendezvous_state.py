@@ -25,20 +25,11 @@ from collectives.peers.control_plane import Waiting, attribute_failure
 
 FORMAT = "topoplan.tcp/2"
 
-ANSWER_SECONDS = 1.0
-"""Time in which a rank that is not stopped answers what it waits for."""
-
-LOOK_SECONDS = 0.05
-"""Interval of the checks whether silent ranks are stopped."""
-
-Message = Mapping[str, Any]
-"""A JSON object with a type; on the connection behind its length in four bytes."""
-
-Post = tuple[int, Message]
-"""A rank, and a message for it."""
-
-LONGEST = 1 << 24
-"""Largest length of a message in bytes; longer ones do not come from a rank."""
+ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
+LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
+Message = Mapping[str, Any]  # a JSON object with a type; on the connection behind its length in four bytes
+Post = tuple[int, Message]  # a rank, and a message for it
+LONGEST = 1 << 24  # largest length of a message in bytes; longer ones do not come from a rank
 
 
 def pack(message: Message) -> bytes:

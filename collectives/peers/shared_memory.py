@@ -82,8 +82,7 @@ class RangeAllocator:
 ORDERED = ("x86_64", "AMD64", "i686")
 """Machines that need no fence (names of `platform.machine`): stores and loads are seen in order."""
 
-Gather = Callable[[str], list[str]]
-"""An allgather of short texts among the ranks; all of them call it."""
+Gather = Callable[[str], list[str]]  # an allgather of short texts among the ranks; all of them call it
 
 
 class Segment:

@@ -19,15 +19,11 @@ from collectives.peers.peer_watchdog import PeerWatchdog, RemoteFailures
 from collectives.peers.shared_memory import create_memory, open_memory
 from topoplan.errors import BackendError
 
-OUTCOME = 32
-"""Bytes of the outcome of a comparison."""
-
-DIFFER = b"differ"
-"""Outcome when signatures of several hosts differ."""
+OUTCOME = 32  # bytes of the outcome of a comparison
+DIFFER = b"differ"  # outcome when signatures of several hosts differ
 
 Notes = dict[int, bytes]
-Until = Callable[[Callable[[], bool], int], None]
-"""Waits for a condition that depends on a rank."""
+Until = Callable[[Callable[[], bool], int], None]  # waits for a condition that depends on a rank
 
 
 class HostExchange(RemoteFailures, Protocol):

@@ -59,8 +59,7 @@ def rendezvous_within(
         raise
 
 
-NO_END = 1e6
-"""Timeout of a helper that waits for work; then it checks that the ranks still run."""
+NO_END = 1e6  # timeout of a helper that waits for work; then it checks that the ranks still run
 
 
 def _no_links(local: str) -> Message:
@@ -135,8 +134,7 @@ class TcpControlPlane(ControlPlane):
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
         self._found: BackendError | None = None
-        self._own: Message | None = None
-        """A failure that this rank has noticed and not reported yet."""
+        self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
         self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         self._hosted: tuple[str, JobIdentity] | None = None

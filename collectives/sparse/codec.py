@@ -44,8 +44,7 @@ MESSAGE_HEADER = struct.Struct("<2sBBBBBxIIQQQQQ")
 
 _MAGIC, _VERSION = b"TW", 1
 
-_CHECK_AT = 8
-"""Offset of the CRC-32."""
+_CHECK_AT = 8  # offset of the CRC-32
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +153,7 @@ VALUE_DTYPES: tuple[np.dtype[Any], ...] = (
 )
 """dtypes of values; the header has the index."""
 
-FIXED_BITS = {"fixed8": 8, "fixed16": 16}
-"""Bits of a code, by format."""
+FIXED_BITS = {"fixed8": 8, "fixed16": 16}  # bits of a code, by format
 
 _KEPT_BY = {"float32": ("float16", "float32"), "float16": ("float16",)}
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 Line = TypeVar("Line")
 
-Entries = tuple[Any, Any]
-"""Indices, ascending, and values."""
+Entries = tuple[Any, Any]  # indices, ascending, and values
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -137,8 +137,7 @@ class PairExchange(Generic[Line]):
         return result
 
 
-REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)
-"""The rounds of a plan of three phases."""
+REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)  # the rounds of a plan of three phases
 
 
 class ServerExchange(Generic[Line]):
@@ -302,8 +301,7 @@ def _first_shards(plan: Plan) -> list[int]:
     return [number for number, route in enumerate(routes) if number == 0 or route != routes[number - 1]]
 
 
-Remainder = tuple[int, int, Entries]
-"""Rank, shard, and entries that the rank does not send on."""
+Remainder = tuple[int, int, Entries]  # rank, shard, and entries that the rank does not send on
 
 
 class TreeExchange(Generic[Line]):

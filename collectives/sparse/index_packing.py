@@ -24,20 +24,11 @@ from numpy.typing import NDArray
 from collectives.tables.compiled import Word, compiled, leading_zeros, trailing_zeros
 from topoplan.errors import UsageError
 
-GAPS_PER_BLOCK = 1024
-"""Gaps that share one modulus: the byte that names it costs 0.008 bits per gap."""
-
-ESCAPE = 16
-"""Quotients from here on are in Elias gamma instead of unary."""
-
-GUARD_WORDS = 8
-"""Words after the payload that a decoder of corrupt bits may read before it notices."""
-
-WIDEST_UNIVERSE = 1 << 48
-"""Limit up to which a short code fits one word: 15 zeros, a one, and 48 bits."""
-
-GOOD, PAST_THE_END, UNKNOWN_MODULUS, OUT_OF_UNIVERSE, TRAILING_BITS = range(5)
-"""Results of `decode_blocks`."""
+GAPS_PER_BLOCK = 1024  # gaps that share one modulus: the byte that names it costs 0.008 bits per gap
+ESCAPE = 16  # quotients from here on are in Elias gamma instead of unary
+GUARD_WORDS = 8  # words after the payload that a decoder of corrupt bits may read before it notices
+WIDEST_UNIVERSE = 1 << 48  # limit up to which a short code fits one word: 15 zeros, a one, and 48 bits
+GOOD, PAST_THE_END, UNKNOWN_MODULUS, OUT_OF_UNIVERSE, TRAILING_BITS = range(5)  # results of `decode_blocks`
 
 MODULI = np.array([0] + [isqrt(isqrt(1 << step)) for step in range(191)], dtype=np.int64)
 """Modulus by its name in a block: 2^((name - 1) / 4) rounded down; name 0 is the modulus of the whole set."""

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 
-DIGEST_BYTES = 16
-"""Two of a billion sets share a digest with a probability of 1e-21."""
+DIGEST_BYTES = 16  # two of a billion sets share a digest with a probability of 1e-21
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,7 @@ def _upper_halves(bits: NDArray[np.uint32], upper: NDArray[np.uint16]) -> None:
             upper[place] = (word + np.uint32(0x7FFF) + tie) >> np.uint32(16)
 
 
-LARGEST = 2.0**127
-"""Above it, a value that is rounded up might not be finite in float32."""
+LARGEST = 2.0**127  # above it, a value that is rounded up might not be finite in float32
 
 CODE_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.int8), 16: np.dtype(np.int16)}
 """dtype of the codes, by their bits."""

@@ -45,8 +45,7 @@ from collectives.tables.numpy_arrays import LIMITS
 from topoplan.errors import UsageError
 from topoplan.plans.shards import shard_bounds
 
-LINES = ("residual", "velocity")
-"""Arrays of a residual's state."""
+LINES = ("residual", "velocity")  # arrays of a residual's state
 
 
 class Exchange(Protocol[Line]):

@@ -101,11 +101,8 @@ def _ranks_reached(one: PlanRound, number: int) -> tuple[int, ...]:
     return tuple(sorted({edge.child for stage in stages for edge in stage.edges}))
 
 
-KINDS = ("servers", "tree", "balanced")
-"""Exchanges with plans of their own."""
-
-MOST_RANKS = 64
-"""Most ranks for trees on entries: every rank would be the root of a star to all others."""
+KINDS = ("servers", "tree", "balanced")  # exchanges with plans of their own
+MOST_RANKS = 64  # most ranks for trees on entries: every rank would be the root of a star to all others
 
 
 class SparsePlans:

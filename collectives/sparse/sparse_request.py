@@ -29,8 +29,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 OPERATIONS = ("sum", "avg")
 
-NOMINAL = 1 << 20
-"""Elements of the gradient whose bits per entry plans and models use."""
+NOMINAL = 1 << 20  # elements of the gradient whose bits per entry plans and models use
 
 LEAST_SHARE = Fraction(1, 10**9)
 """Smallest share of the bytes for which plans are made; a density below it still selects one entry."""

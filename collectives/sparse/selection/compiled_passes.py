@@ -78,14 +78,9 @@ def divide(
                 maybe += 1
 
 
-WORD = 64
-"""Elements of a step, and bits of its result."""
-
-SPAN = 16
-"""Elements that `copy` copies."""
-
-CACHE_LINE = 64
-"""Bytes of a cache line."""
+WORD = 64  # elements of a step, and bits of its result
+SPAN = 16  # elements that `copy` copies
+CACHE_LINE = 64  # bytes of a cache line
 
 HALF_INFINITY, INFINITY, HALF_SHIFT, HALF_SCALE = 0x7C00, 0x7F80_0000, 13, 2.0**112
 """Infinity of float16 and of float32; the shift between their fractions and the factor between their exponents."""
@@ -263,20 +258,17 @@ copy = cast(Intrinsic, intrinsic(_copy))
 TAKEN_NUMBERS = 2542049500
 """A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
 
-BLOCK = 1024
-"""Elements of a block."""
+BLOCK = 1024  # elements of a block
 
 ROOM = BLOCK + WORD
 """Places that buffers for candidates need in addition: for a block, and for a step after it."""
 
-OVERFLOW = -1
-"""Returned in place of a count: more entries than places."""
+OVERFLOW = -1  # returned in place of a count: more entries than places
 
 DISTANCE = BLOCK + 4 * WORD
 """Prefetch distance in elements; a whole number of pages would cause conflict misses."""
 
-AHEAD = 16
-"""Sample places that are prefetched at the same time: each is a cache miss."""
+AHEAD = 16  # sample places that are prefetched at the same time: each is a cache miss
 
 Array = NDArray[Any]
 

@@ -42,8 +42,7 @@ from topoplan.errors import UsageError
 RESULT_BUFFERS = 3
 """Results that are kept: the caller's while the next one is made, and the one with the saved velocities."""
 
-FREE_REFERENCES = 2
-"""References to a result that nothing else refers to: the list's and the argument's."""
+FREE_REFERENCES = 2  # references to a result that nothing else refers to: the list's and the argument's
 
 BufferArray = NDArray[Any]
 
@@ -251,8 +250,7 @@ Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
 
-FIRST = 0.25
-"""Density of the first epoch, and the factor from each epoch to the next."""
+FIRST = 0.25  # density of the first epoch, and the factor from each epoch to the next
 
 
 class ErrorFeedback:

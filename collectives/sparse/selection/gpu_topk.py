@@ -34,8 +34,7 @@ from collectives.tables.kernels.kernel_launch import (
 from collectives.tables.kernels.source import KEY_BITS, feedback_form
 from topoplan.errors import UsageError
 
-NULL_ADDRESS = np.int64(0)
-"""Kernels take this address in place of an array."""
+NULL_ADDRESS = np.int64(0)  # kernels take this address in place of an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +83,8 @@ class FeedbackAddend(Addend):
         )
 
 
-SAMPLE = 1 << 16
-"""Elements of a sample, at least."""
-
-SPARSEST = 64
-"""A sample takes at most one of this many elements."""
+SAMPLE = 1 << 16  # elements of a sample, at least
+SPARSEST = 64  # a sample takes at most one of this many elements
 
 WORDS = SELECTION_STATE.itemsize // 8
 

@@ -17,8 +17,7 @@ from collectives.sparse.selection.topk import check_arguments, index_type
 from collectives.tables.compiled import compiled
 from topoplan.errors import UsageError
 
-LANES = 64
-"""Elements of a block."""
+LANES = 64  # elements of a block
 
 Array = NDArray[Any]
 

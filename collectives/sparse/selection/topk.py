@@ -73,22 +73,14 @@ def magnitudes(array: NDArray[Any]) -> Magnitudes:
     return Magnitudes(array.reshape(-1).view(integer), integer(np.iinfo(integer).max), integer(infinity))
 
 
-LARGEST_SHARE = 1 / 16
-"""Largest share of the entries for which a sampled threshold is tried."""
-
-SMALL = 1 << 14
-"""Elements below which a sample would not be much smaller than the data."""
-
-SAMPLE_RUNS, RUN = 1024, 64
-"""The sample: runs of neighbours, spread over the data."""
+LARGEST_SHARE = 1 / 16  # largest share of the entries for which a sampled threshold is tried
+SMALL = 1 << 14  # elements below which a sample would not be much smaller than the data
+SAMPLE_RUNS, RUN = 1024, 64  # the sample: runs of neighbours, spread over the data
 
 HISTOGRAM_BITS = 11
 
-SPARE = 64
-"""Padding after entries, for reads and writes of whole vectors."""
-
-LARGEST_BIN = 1 / 4
-"""Largest share of the entries in one bin that is listed."""
+SPARE = 64  # padding after entries, for reads and writes of whole vectors
+LARGEST_BIN = 1 / 4  # largest share of the entries in one bin that is listed
 
 Array = NDArray[Any]
 
