@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,26 +41,16 @@ def launch_local(
     *,
     environment: Mapping[str, str] | None = None,
     grace: float = 5.0,
-    prefix: bool = False,
 ) -> int:
     """Run a command in a number of processes, and wait for them.
 
     Their output goes where this process's own goes; their standard input is empty. When one fails, the others get
     ``grace`` seconds to end by themselves (their back ends are notified), then SIGTERM, and ``grace`` seconds later
     SIGKILL. A keyboard interrupt is passed on to all of them, and raised here when they have ended. `environment` are
-    variables besides this process's own, and may replace those named above. With `prefix` each line of output begins
-    with the rank: ``[3] ...``.
+    variables besides this process's own, and may replace those named above.
 
-    Returns
-    -------
-    int
-        0, or the worst exit status of the processes that ended by themselves; 128 + the number of a signal that killed
-        one.
-
-    Raises
-    ------
-    UsageError
-        The program does not exist, or the number of processes is not positive.
+    Returns 0, or the worst exit status of the processes that ended by themselves; 128 + the number of a signal that
+    killed one. Raises `UsageError` if the program does not exist, or the number of processes is not positive.
 
     Examples
     --------
@@ -69,30 +58,34 @@ def launch_local(
     >>> launch_local([sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['RANK']))"], 3)
     2
     """
-    with local_ranks(command, processes, environment=environment, grace=grace, prefix=prefix) as ranks:
+    with local_ranks(command, processes, environment=environment, grace=grace) as ranks:
         return ranks.wait()
 
 
 class LocalRanks:
     """Processes of one job (`local_ranks`)."""
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], *, grace: float, prefix: bool
-    ) -> None:
-        self._command, self._environment = command, environment
-        self._grace, self._prefix = grace, prefix
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, grace: float) -> None:
+        self._command, self._environment, self._grace = command, environment, grace
         self._at: dict[int, subprocess.Popen[bytes]] = {}
         self._lost: list[subprocess.Popen[bytes]] = []
-        self._copying: list[threading.Thread] = []
 
     def start(self, *ranks: int, environment: Mapping[str, str] | None = None) -> None:
         """Start the processes of ranks, with additional variables; also to replace lost ones."""
         for rank in ranks:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             whole = {**os.environ, **place, **self._environment, **(environment or {})}
-            self._at[rank] = _start(self._command, whole, piped=self._prefix)
-        if self._prefix:  # threads, once all have been forked
-            self._copying += [_copy(self._at[rank], rank) for rank in ranks]
+            try:
+                self._at[rank] = subprocess.Popen(
+                    list(self._command),
+                    env=whole,
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                    preexec_fn=die_with_parent(),
+                )
+            except OSError as error:
+                name = self._command[0]
+                raise UsageError(f"cannot start {name}: {error.strerror}; name a program") from error
 
     def lose(self, rank: int) -> None:
         """Kill the process of a rank (SIGKILL), which then does not count as a failure of the job."""
@@ -126,8 +119,6 @@ class LocalRanks:
             # a stopped process handles a signal when it continues
             _signal(_running(ranks), signal.SIGCONT)
             _await_all(ranks, self._grace)
-        for thread in self._copying:
-            thread.join()
 
 
 @contextlib.contextmanager
@@ -137,7 +128,6 @@ def local_ranks(
     *,
     environment: Mapping[str, str] | None = None,
     grace: float = 5.0,
-    prefix: bool = False,
 ) -> Iterator[LocalRanks]:
     """Run the ranks of a job inside the block, to lose and restart some; it leaves no process behind.
 
@@ -152,7 +142,7 @@ def local_ranks(
         "LOCAL_WORLD_SIZE": str(processes),
         "TOPOPLAN_RENDEZVOUS": rendezvous.address,
     }
-    ranks = LocalRanks(command, {**world, **(environment or {})}, grace=grace, prefix=prefix)
+    ranks = LocalRanks(command, {**world, **(environment or {})}, grace=grace)
     try:
         ranks.start(*range(processes))
         rendezvous.start()
@@ -164,22 +154,6 @@ def local_ranks(
     finally:
         ranks.end()
         rendezvous.close()
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
-    output = subprocess.PIPE if piped else None
-    try:
-        return subprocess.Popen(
-            list(command),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            preexec_fn=die_with_parent(),
-        )
-    except OSError as error:
-        raise UsageError(f"cannot start {command[0]}: {error.strerror}; name a program") from error
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
@@ -216,27 +190,6 @@ def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) ->
     for process in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-
-
-def _copy(process: subprocess.Popen[bytes], rank: int) -> threading.Thread:
-    """Copy the output of a process line by line, with its rank in front."""
-
-    def copy(source: IO[bytes] | None, target: IO[str]) -> None:
-        assert source is not None, "it is a pipe"
-        with source:
-            for line in source:
-                target.write(f"[{rank}] {line.decode(errors='replace')}")
-                target.flush()
-
-    def both() -> None:
-        errors = threading.Thread(target=copy, args=[process.stderr, sys.stderr], daemon=True)
-        errors.start()
-        copy(process.stdout, sys.stdout)
-        errors.join()
-
-    thread = threading.Thread(target=both, name=f"output of rank {rank}", daemon=True)
-    thread.start()
-    return thread
 
 
 def start_ranks(backend: str, command: Sequence[str], ranks: int, *, grace: float = 5.0) -> int:

@@ -102,26 +102,12 @@ Process = tuple[int, int]  # a process id, and the start time of the process in 
 class JobIdentity:
     """The identity of the job of a process, to tell it from other jobs.
 
-    Parameters
-    ----------
-    name : str
-        ``TOPOPLAN_JOB``, empty if not set; decides alone.
-    whole : tuple of (str, str)
-        Source and value of identities that all ranks of the job share and no rank of another job has: torchrun's run
-        id, a Slurm step or an MPI job with as many processes as the job.
-    batch : tuple of (str, str)
-        Source and value of identities of batch jobs.
-    host : str
-        The same for processes that see each other by their ids.
-    agent : str
-        torchrun's group rank if it has several agents, each of which launches some of the ranks.
-    launchers : tuple of Process
-        The process, then its ancestors that were started for this rank alone (a wrapper, a subshell), then the one
-        that launched the rank; without init and its like.
-    command : str
-        Name of the launching process.
-    orphan : bool
-        Whether the launching process has ended.
+    `name` is ``TOPOPLAN_JOB``, and decides alone. `whole` has source and value of identities that all ranks of the job
+    share and no rank of another job has: torchrun's run id, a Slurm step or an MPI job with as many processes as the
+    job; `batch` those of batch jobs. `host` is the same for processes that see each other by their ids. `agent` is
+    torchrun's group rank if it has several agents, each of which launches some of the ranks. `launchers` are the
+    process, then its ancestors that were started for this rank alone (a wrapper, a subshell), then the one that
+    launched the rank, without init and its like; `command` is its name, and `orphan` says that it has ended.
     """
 
     name: str = ""

@@ -37,7 +37,7 @@ from collectives.peers.address import host_identity, prioritize, process_namespa
 from collectives.peers.agreement import Gather
 from collectives.peers.peer_watchdog import LOOK, is_stopped, process_state
 from collectives.peers.rendezvous import HANDSHAKE_SECONDS
-from collectives.peers.rendezvous_state import Message, Unpacker, pack
+from collectives.peers.rendezvous_state import Message, Unpacker, pack, send_pending
 from topoplan.errors import BackendError, UsageError
 
 SUSPECTED_SECONDS = 1.0  # deadline for a rank whose failure others have reported
@@ -604,13 +604,7 @@ class MembershipProtocol:
             self._flush(channel)
 
     def _flush(self, channel: _PeerConnection) -> None:
-        try:
-            while channel.out:
-                del channel.out[: channel.connection.send(channel.out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            channel.out.clear()
+        send_pending(channel.connection, channel.out)
         with contextlib.suppress(KeyError, ValueError):
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.out else 0)
             if self._selector.get_key(channel.connection).events != wanted:

@@ -37,6 +37,7 @@ from collectives.peers.rendezvous_state import (
     Unpacker,
     is_hello,
     pack,
+    send_pending,
 )
 from topoplan.errors import BackendError, UsageError
 
@@ -106,23 +107,10 @@ class _Opening:
 class Rendezvous:
     """A server at an address for the ranks of one job, in its own thread.
 
-    Parameters
-    ----------
-    address : str
-        ``host:port`` (port 0: the system chooses) or ``unix:/path``.
-    size : int, optional
-        Number of ranks; by default that of the first rank that connects.
-    host : int, optional
-        The rank that hosts it; leave it out in a launcher.
-    job : JobIdentity, optional
-        By default the job of the first rank that connects.
-    told : bool
-        Whether the job itself gave the address to its ranks: then all ranks that connect belong to it.
-
-    Raises
-    ------
-    UsageError
-        The address cannot be listened at.
+    `address` is ``host:port`` (port 0: the system chooses) or ``unix:/path``; `UsageError` if it cannot be listened
+    at. `size` and `job` are by default those of the first rank that connects. `host` is the rank that hosts it, None
+    in a launcher. `told` says that the job itself gave the address to its ranks: then all ranks that connect belong to
+    it.
 
     Examples
     --------
@@ -464,13 +452,7 @@ class Rendezvous:
         self._flush(visitor)
 
     def _flush(self, visitor: _RankConnection) -> None:
-        try:
-            while visitor.out:
-                del visitor.out[: visitor.connection.send(visitor.out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            visitor.out.clear()
+        send_pending(visitor.connection, visitor.out)
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if visitor.out else 0)
         if visitor in self._visitors:
             self._selector.modify(visitor.connection, interest, visitor)

@@ -26,31 +26,18 @@ GRACE_SECONDS = 2.0  # time for an answer of the rendezvous, including the secon
 class RendezvousClient:
     """A rank's end of the rendezvous. The watcher's thread sets the attributes, and readers hold the lock.
 
-    Parameters
-    ----------
-    rendezvous : str
-    rank, size : int
-    until : float
-        Deadline for all ranks, by `time.monotonic`.
-    look : callable, optional
-        See `collectives.peers.address.connect`.
+    `until` is the deadline for all ranks by `time.monotonic`; for `look` see `collectives.peers.address.connect`.
 
     Attributes
     ----------
     opening : int or None
         Number of this communicator among those opened there.
-    answer : Message or None
-        Answer to the last request.
-    differ : Message or None
-        The signatures of all ranks, if they differ.
+    answer, differ, verdict : Message or None
+        The answer to the last request; the signatures of all ranks if they differ; the failure of the job.
     keep_waiting : bool
         Whether a rank that has asked for the stalled rank is to keep waiting.
-    verdict : Message or None
-        The failure of the job.
-    alone : bool
-        The rendezvous has ended.
-    lost : bool
-        It has ended without a message: its process died.
+    alone, lost : bool
+        The rendezvous has ended, and without a message: its process died.
     host : int or None
         The rank that hosts it, if one does.
     """

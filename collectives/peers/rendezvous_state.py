@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,26 +76,23 @@ class Unpacker:
         return messages
 
 
+def send_pending(connection: socket.socket, out: bytearray) -> None:
+    """Send the bytes that a non-blocking connection takes, and remove them; after an error remove all."""
+    try:
+        while out:
+            del out[: connection.send(out)]
+    except BlockingIOError:
+        pass
+    except OSError:
+        out.clear()
+
+
 class RendezvousState:
-    """The state of a job.
+    """The state of a job of `size` processes: ranks, and helpers behind them.
 
-    Parameters
-    ----------
-    size : int
-        Number of processes: ranks, and helpers behind them.
-    host : int or None
-        The rank that hosts the rendezvous, None in a process of its own.
-    stopped : callable
-        Whether the process that sent a hello is stopped.
-
-    Attributes
-    ----------
-    hellos : dict of int to Message
-        The hello of each rank that has come.
-    gone : set of int
-        Ranks that have left or are lost.
-    verdict : Message or None
-        The failure of the job.
+    `host` is the rank that hosts the rendezvous, None in a process of its own. `stopped` says whether the process that
+    sent a hello is stopped. `hellos` has those of the ranks that have come, `gone` the ranks that have left or are
+    lost, and `verdict` the failure of the job.
     """
 
     def __init__(

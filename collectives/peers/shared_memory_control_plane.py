@@ -149,7 +149,9 @@ class SharedMemoryControlPlane(ControlPlane):
     def _read(self, rank: int, descriptor: int) -> bytes:
         """Return the contents of the memory that a rank's note names."""
         try:
-            return _contents(self._placement.pids[rank], descriptor)
+            with open(open_memory(self._placement.pids[rank], descriptor), "rb") as memory:
+                memory.seek(0)
+                return memory.read()
         except (FileNotFoundError, ProcessLookupError):  # the process has ended, or its call
             self.watch.check()
             self.watch.fail(rank, 0, "the peer's memory is gone: its process has ended", lost=True)
@@ -226,9 +228,3 @@ class SharedMemoryControlPlane(ControlPlane):
                 self.watch.fail(peer, 0, text, lost=False)
             values[peer] = fields[key]
         return values
-
-
-def _contents(pid: int, descriptor: int) -> bytes:
-    with open(open_memory(pid, descriptor), "rb") as memory:
-        memory.seek(0)
-        return memory.read()

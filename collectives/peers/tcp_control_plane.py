@@ -62,41 +62,16 @@ def rendezvous_within(
 NO_END = 1e6  # timeout of a helper that waits for work; then it checks that the ranks still run
 
 
-def _no_links(local: str) -> Message:
-    """Return the announcement of a rank without links of the tcp back end."""
-    return {"general": None, "ports": {}, "flight_bytes": 0}
-
-
 class TcpControlPlane(ControlPlane):
     """The control plane of processes that reach one address.
 
-    Parameters
-    ----------
-    rendezvous : str
-        ``host:port`` or ``unix:/path``. Rank 0 listens there, unless a `Rendezvous` does.
-    rank, size : int
-    timeout : float
-        Seconds to wait for all ranks.
-    helpers : int
-        Processes besides the ranks, numbered behind them, that follow the agreements of the ranks.
-    hello : callable, optional
-        Returns what this rank announces to the others, such as its ports, given the address of this machine from which
-        it reaches the rendezvous.
-    changed : threading.Condition, optional
-        Guards the state and is notified of every change; on a reentrant lock.
-    look : callable, optional
-        Called repeatedly while ranks are missing; raises if one of them will not come.
-
-    Attributes
-    ----------
-    step : callable
-        Set by the back end: the row at which this rank stops because of another, or None.
-    met : int
-        Set by the back end: barriers that this rank has passed without the rendezvous.
-    watcher : SocketWatcher
-        The thread that reads from the rendezvous, and from further sockets.
-    welcome : Message
-        The announcements of all ranks.
+    `rendezvous` is ``host:port`` or ``unix:/path``; rank 0 listens there, unless a `Rendezvous` does. All ranks must
+    come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
+    agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
+    this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
+    the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
+    missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
+    because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
 
     Raises
     ------
@@ -122,7 +97,7 @@ class TcpControlPlane(ControlPlane):
         *,
         timeout: float = 30.0,
         helpers: int = 0,
-        hello: Callable[[str], Message] = _no_links,
+        hello: Callable[[str], Message] = lambda local: {"general": None, "ports": {}, "flight_bytes": 0},
         changed: threading.Condition | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:

@@ -29,7 +29,6 @@ from collectives.sparse.residuals import HandedOver, Residuals, select_entries
 from collectives.sparse.sparse_plans import RoundRunner
 from collectives.tables.array_library import ArrayLibrary
 from topoplan.plans.plan import Plan
-from topoplan.plans.shards import Shard
 
 GatherEntries = Callable[[list[Any]], list[Any]]
 """Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
@@ -164,7 +163,10 @@ class ServerExchange(Generic[Line]):
         self._about = about
         shards = runner.plan.shards
         self._first = _first_shards(runner.plan)
-        self._owners = [owners_of(shards[first]) for first in self._first]
+        self._owners = [
+            tuple(stage.root for stage in shards[first].stages if stage.op == "gather")
+            for first in self._first
+        ]
         self._sums = [
             {stage.root for stage in shards[first].stages if stage.op == "reduce" and stage.edges}
             for first in self._first
@@ -283,11 +285,6 @@ class ServerExchange(Generic[Line]):
                     arrays.add(total, messages.decoded(message, part))
             arrays.store(line, total)
         return sent
-
-
-def owners_of(shard: Shard) -> tuple[int, ...]:
-    """Return the owners of a shard, one in each server."""
-    return tuple(stage.root for stage in shard.stages if stage.op == "gather")
 
 
 def part_borders(plan: Plan, borders: Sequence[int]) -> tuple[int, ...]:

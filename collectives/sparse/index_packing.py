@@ -301,24 +301,10 @@ _FAULTS = {
 
 
 def pack_indices(indices: NDArray[Any], universe: int) -> NDArray[np.uint8]:
-    """Pack a set of indices without loss.
+    """Pack a set of indices without loss: the same bytes on every machine, at most `packed_bytes_at_most`.
 
-    Parameters
-    ----------
-    indices : ndarray of int32 or int64, shape (k,)
-        Strictly ascending, each in [0, universe).
-    universe : int
-        Number of possible indices, at most 2^48.
-
-    Returns
-    -------
-    ndarray of uint8
-        The same bytes for the same set on every machine, at most `packed_bytes_at_most`.
-
-    Raises
-    ------
-    UsageError
-        Not a vector of int32 or int64, not ascending, or outside the universe.
+    `indices` are (k,) int32 or int64, strictly ascending in [0, universe), and `universe` is at most 2^48; UsageError
+    otherwise.
 
     Examples
     --------

@@ -146,25 +146,15 @@ def to_fixed_point(
     ranks: int = 1,
     largest: NDArray[np.float32] | None = None,
 ) -> FixedPoint:
-    """Round values at random to multiples of their block's scale; the expected value of each is itself.
+    """Round (k,) floats at random to multiples of their block's scale; the expected value of each is itself.
 
-    Parameters
-    ----------
-    values : ndarray of float16, float32 or float64, shape (k,)
-        Finite, at most 2^127 in magnitude.
-    bits : int
-        8 or 16. The error of a value is below the block's largest magnitude over 126 or 32639, or if that quotient is
-        subnormal in float32 below the largest over 127 or 32767, plus 2^-149.
-    seed, step, stream : int
-        Seeds of the random numbers, besides the position, each from 0 to 2^64 - 1. Errors of steps and ranks are
-        independent if every step has its number and every rank its stream.
-    block : int
-        Values per scale; a scale takes 4 bytes.
-    ranks : int
-        Number of ranks whose codes are added: the codes of one are at most 127 or 32767 over that, rounded down, and
-        the error of a value grows as that bound shrinks.
-    largest : ndarray of float32, shape (ceil(k / block),), optional
-        The largest magnitude of every block on all these ranks (`largest_magnitudes`); by default that of the values.
+    The values are finite, at most 2^127 in magnitude. With `bits` 8 or 16 the error of a value is below the block's
+    largest magnitude over 126 or 32639, or if that quotient is subnormal in float32 below the largest over 127 or
+    32767, plus 2^-149. The random numbers depend on `seed`, `step`, `stream` (each from 0 to 2^64 - 1) and the
+    position: errors of steps and ranks are independent if every step has its number and every rank its stream. `block`
+    is in values per scale of 4 bytes. If the codes of several `ranks` are added, those of one are at most 127 or 32767
+    over their number, rounded down, and the error of a value grows as that bound shrinks. `largest` has the largest
+    magnitude of every block on all these ranks as float32 (`largest_magnitudes`), by default that of the values.
 
     Raises
     ------

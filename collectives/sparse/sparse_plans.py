@@ -22,7 +22,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.model.closed_form import simulate
 from topoplan.plans.plan import Plan
-from topoplan.plans.structure import PlanRound, rounds
+from topoplan.plans.structure import rounds
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import lowest_tree, one_hop
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
@@ -36,7 +36,11 @@ class RoundRunner(Generic[Line]):
         self.rounds = rounds(plan)
         self._execution = execution
         self._reached = [
-            [_ranks_reached(one, number) for number in range(len(one.senders))] for one in self.rounds
+            [
+                tuple(sorted({edge.child for stage in shard.stages for edge in stage.edges}))
+                for shard in one.plan.shards[: len(one.senders)]
+            ]
+            for one in self.rounds
         ]
 
     def elements(
@@ -93,12 +97,6 @@ class RoundRunner(Generic[Line]):
             part = library.part(areas[rank], start, start + lengths[shard])
             arrived[rank].append((shard, sender, arrays.values(part)))
         return arrived
-
-
-def _ranks_reached(one: PlanRound, number: int) -> tuple[int, ...]:
-    """Return the ranks that receive a message."""
-    stages = one.plan.shards[number].stages
-    return tuple(sorted({edge.child for stage in stages for edge in stage.edges}))
 
 
 KINDS = ("servers", "tree", "balanced")  # exchanges with plans of their own

@@ -122,12 +122,8 @@ class GpuErrorFeedback:
     def feed(self, gradient: Any, k: int) -> tuple[Any, Any]:
         """Add a gradient to the residual, and remove and return its k largest entries.
 
-        Parameters
-        ----------
-        gradient : CuPy array of ``size`` elements, any shape
-            float16, bfloat16 as its bits in uint16, float32, or float64 if the residual is. Copied if it is not
-            contiguous.
-        k : int
+        `gradient` has ``size`` elements of float16, bfloat16 as its bits in uint16, float32, or float64 if the
+        residual is; it is copied if it is not contiguous.
 
         Raises
         ------

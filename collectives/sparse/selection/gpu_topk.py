@@ -262,29 +262,13 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
     """Return the k elements of largest magnitude, exactly, in two reads of the data; in one if a sample gives a good
     bound.
 
+    `x` has d elements of float16, float32, float64, or bfloat16 as its bits in uint16; indices count in C order, and
+    it is copied if it is not contiguous. `nan` is ``"refuse"``, or ``"largest"`` to count NaN, ordered by its bits,
+    above infinity. Returns (k,) ascending indices, int32 or from 2**31 elements on int64, and ``x[indices]``.
     Everything runs on the current stream of the array's GPU, which has finished when the call returns.
 
-    Parameters
-    ----------
-    x : CuPy array
-        d elements of float16, float32, float64, or bfloat16 as its bits in uint16; indices count in C order. Copied if
-        it is not contiguous.
-    k : int
-        0 to d.
-    nan : str
-        ``"refuse"`` an x with NaN, or let NaN be the ``"largest"``, ordered by its bits.
-
-    Returns
-    -------
-    indices : (k,) CuPy array of int32, or of int64 from 2**31 elements on
-        Ascending.
-    values : (k,) CuPy array of x's dtype
-        ``x[indices]``.
-
-    Raises
-    ------
-    UsageError
-        x is not a CuPy array of these dtypes, k is not in 0 to d, x has a NaN, or no GPU is present.
+    Raises `UsageError` if x is not a CuPy array of these dtypes, k is not in 0 to d, x has a NaN, or no GPU is
+    present.
     """
     cupy = load_cupy("gpu selection")
     dtype = _element_dtype(cupy, x, "x")
@@ -299,36 +283,14 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
 def feed_gpu(
     residual: Any, gradient: Any, k: int, *, threshold: Any = None, nan: str = "refuse"
 ) -> tuple[Any, Any, Any]:
-    """Add a gradient to a residual, and remove and return the k entries of largest magnitude.
+    """Add a gradient to a residual, and remove and return the k entries of largest magnitude, and a threshold.
 
     Moves 16 bytes per float32 element, and 12 if a sample or the previous step's threshold gives a bound that at least
     k entries, and not far more, reach; the result is the same. What is returned and the residual sum to residual +
-    gradient.
-
-    Parameters
-    ----------
-    residual : CuPy array
-        Contiguous; d elements as in `topk_gpu`. Becomes residual + gradient, with zeros at the returned entries.
-    gradient : CuPy array
-        The same shape, dtype and GPU as the residual. Copied if it is not contiguous.
-    k : int
-        0 to d.
-    threshold : CuPy array, optional
-        From an earlier step; affects only the speed.
-    nan : str
-        As in `topk_gpu`; if a NaN is refused, the residual holds the sum already and no entry is removed.
-
-    Returns
-    -------
-    indices, values : (k,) CuPy arrays
-        As `topk_gpu` of the sum.
-    threshold : (1,) CuPy array of uint64, or None for k = 0
-        The key of the smallest entry that was removed, for the next step.
-
-    Raises
-    ------
-    UsageError
-        As `topk_gpu`; or the two arrays do not fit together, or the residual is not contiguous.
+    gradient. The residual is contiguous, as in `topk_gpu`; the gradient has its shape, dtype and GPU, and is copied if
+    it is not contiguous. The threshold, that of an earlier step, affects only the speed. If a NaN is refused, the
+    residual holds the sum already and no entry is removed. Raises as `topk_gpu`; also if the two arrays do not fit
+    together, or the residual is not contiguous.
     """
     cupy = load_cupy("gpu selection")
     dtype = _element_dtype(cupy, residual, "residual")
