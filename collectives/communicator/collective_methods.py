@@ -47,12 +47,7 @@ class DenseCollectives(ABC):
 
     @overload
     def all_reduce(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[False] = False
     ) -> Arrays: ...
 
     @overload
@@ -151,12 +146,7 @@ class DenseCollectives(ABC):
 
     @overload
     def reduce_scatter(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[False] = False
     ) -> Arrays: ...
 
     @overload

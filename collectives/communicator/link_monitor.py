@@ -122,10 +122,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A straggler.
-
-    `late` is its median delay in seconds over the last collectives, and `since` is as in `SlowLink`.
-    """
+    """A straggler. `late` is its median delay in seconds over the last collectives, and `since` is as in `SlowLink`."""
 
     rank: int
     gpu: str

@@ -189,11 +189,7 @@ COMPRESSED_FROM = 1 << 14
 
 
 def plan_on_one_rank(
-    gather: Gather,
-    make: Callable[[], Plans],
-    *,
-    rank: int,
-    check: Callable[[Plans], None] | None = None,
+    gather: Gather, make: Callable[[], Plans], *, rank: int, check: Callable[[Plans], None] | None = None
 ) -> Plans:
     """Return the plan that one rank makes, verified by all ranks; all must call this.
 

@@ -95,13 +95,13 @@ class _Opening:
     number: int
     hub: RendezvousState
     visitors: dict[int, _RankConnection] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)  # ranks that came after it had failed
+    late: set[int] = field(default_factory=set)  # ranks that came after it had failed
     end: float | None = None  # latest time at which the connections are closed
     ended: threading.Event = field(default_factory=threading.Event)
 
     def lacks(self, rank: int) -> bool:
         """Return whether a rank has not come."""
-        return rank not in self.hub.hellos and rank not in self.told
+        return rank not in self.hub.hellos and rank not in self.late
 
 
 class Rendezvous:
@@ -241,10 +241,7 @@ class Rendezvous:
         return self.start()
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -386,7 +383,7 @@ class Rendezvous:
         lacking = [one for one in self._openings if one.end is None and one.lacks(rank)]
         opening = next((one for one in lacking if one.hub.verdict is None and not one.hub.complete), None)
         if opening is None and lacking and not lacking[0].hub.complete:
-            lacking[0].told.add(rank)
+            lacking[0].late.add(rank)
             assert lacking[0].hub.verdict is not None, "it would be open"
             return str(lacking[0].hub.verdict["message"])
         if opening is None:
@@ -399,7 +396,7 @@ class Rendezvous:
             self._count += 1
             self._openings.append(opening)
         if refusal:
-            opening.told.add(rank)
+            opening.late.add(rank)
             self._deliver(opening, posts)
             return refusal
         self._size = self._size or size

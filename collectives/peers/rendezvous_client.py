@@ -43,13 +43,7 @@ class RendezvousClient:
     """
 
     def __init__(
-        self,
-        rendezvous: str,
-        rank: int,
-        size: int,
-        *,
-        until: float,
-        look: Callable[[], None] | None = None,
+        self, rendezvous: str, rank: int, size: int, *, until: float, look: Callable[[], None] | None = None
     ) -> None:
         self.rendezvous = rendezvous
         self.rank = rank

@@ -96,11 +96,7 @@ class RendezvousState:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        host: int | None = None,
-        stopped: Callable[[Message], bool] = lambda hello: False,
+        self, size: int, *, host: int | None = None, stopped: Callable[[Message], bool] = lambda hello: False
     ) -> None:
         self.size = size
         self.host = host

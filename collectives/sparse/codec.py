@@ -19,13 +19,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse.index_packing import (
-    check_indices,
-    pack_indices,
-    packed_bytes_at_most,
-    packed_bytes_expected,
-    unpack_indices,
-)
+from collectives.sparse.index_packing import check_indices, pack_indices, packed_bytes_at_most, unpack_indices
 from collectives.sparse.key_caching import KeyCache
 from collectives.sparse.quantization import (
     CODE_DTYPES,
@@ -311,13 +305,6 @@ class WireFormat:
         packed = self.indices == "packed"
         index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
         return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
-
-    def encoded_bytes_expected(self, count: int, universe: int, dtype: Any) -> float:
-        """Return the mean length over random selections, for a cost model; a repeated set is shorter."""
-        most = self.encoded_bytes_at_most(count, universe, dtype)
-        if self.indices == "plain":
-            return most
-        return most - packed_bytes_at_most(count, universe) + packed_bytes_expected(count, universe)
 
     def encode(
         self,

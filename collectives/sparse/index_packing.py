@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from math import exp, inf, isqrt, log1p
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -334,30 +334,6 @@ def pack_indices(indices: NDArray[Any], universe: int) -> NDArray[np.uint8]:
     packed[: HEADER.size] = np.frombuffer(header, dtype=np.uint8)
     packed[HEADER.size :] = words.astype("<u8", copy=False).view(np.uint8)[:payload]
     return packed
-
-
-def packed_bytes_expected(count: int, universe: int) -> float:
-    """Return the mean length of `pack_indices` over all sets of `count` indices below `universe`, for a cost model.
-
-    With s the share of elements that are not selected and m the modulus, the unary part of a code is 1 / (1 - s^m)
-    bits long on average, and its remainder the longer form with a probability of (s^t - s^m) / (1 - s^m), where t is
-    the number of short remainders. Clustered sets are shorter.
-
-    Examples
-    --------
-    >>> round(8 * packed_bytes_expected(10**6, 10**8) / 10**6, 3)  # log2(100) + 1.443 is 8.087
-    8.113
-    """
-    _check_size(count, universe)
-    if not count:
-        return HEADER.size
-    modulus = modulus_of(count, universe)
-    floor = modulus.bit_length() - 1
-    # Logarithms, since 1 - 2^-48 keeps only five digits of the selected share.
-    skipped = log1p(-count / universe) if count < universe else -inf
-    beyond = exp(modulus * skipped)
-    longer = (exp(((2 << floor) - modulus) * skipped) - beyond) / (1 - beyond)
-    return HEADER.size + (count * (1 / (1 - beyond) + floor + longer) + 8 * -(-count // GAPS_PER_BLOCK)) / 8
 
 
 def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None = None) -> NDArray[Any]:

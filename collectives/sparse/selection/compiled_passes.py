@@ -436,14 +436,7 @@ def sample_sums(
 
 @compiled
 def keep_largest(
-    indices: Array,
-    bits: Array,
-    size: int,
-    mask: Any,
-    border: Any,
-    ties: int,
-    kept: Array,
-    kept_bits: Array,
+    indices: Array, bits: Array, size: int, mask: Any, border: Any, ties: int, kept: Array, kept_bits: Array
 ) -> None:
     """Keep, of gathered entries, those above a key and the first ``ties`` equal to it; all of these for -1.
 

@@ -186,14 +186,7 @@ class SelectionPasses:
         return self._cupy.zeros(WORDS + BINS, dtype=np.uint64)
 
     def _histogram(
-        self,
-        work: Any,
-        x: Any,
-        addend: Addend | None,
-        most: int,
-        length: Any,
-        digit: tuple[int, int],
-        k: int,
+        self, work: Any, x: Any, addend: Addend | None, most: int, length: Any, digit: tuple[int, int], k: int
     ) -> None:
         form, given = _with(addend, "histogram")
         shift, bits = np.array(digit, dtype=np.int32)
