@@ -105,8 +105,8 @@ def open_backend_for_plan(
     """Return the back end, and the plan on which its ranks agree.
 
     A given back end stays open after an error. `plan` is None if ranks compute without GPUs, to plan for where they
-    run. Raises `UsageError` if there is no plan and the ranks of this back end cannot agree on one, or as
-    `resolve_plan` and `agree_on_job_plan`; `BackendError` if the ranks do not find each other.
+    run. Raises `UsageError` without a plan if the ranks of this back end cannot agree on one, or as `resolve_plan` and
+    `agree_on_job_plan`; `BackendError` if the ranks do not find each other.
     """
     if isinstance(backend, str):
         check_backend(backend, settings)

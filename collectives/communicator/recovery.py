@@ -250,7 +250,7 @@ class JoinSettings:
 class RecoveryResult:
     """A communicator's state after a recovery.
 
-    `progress` has that of each rank, and of those that have shut down normally; empty if one process holds all ranks.
+    `progress` is by rank, then of ranks that have shut down normally; empty if one process holds all ranks.
     """
 
     backend: Backend[Any]

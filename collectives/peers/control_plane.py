@@ -274,7 +274,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def trouble(self) -> BackendError | None:
-        """Return the failure of the job, the same on every rank; None if there is none."""
+        """Return the failure of the job, the same on every rank; None without one."""
 
     @abstractmethod
     def tell(self, error: BackendError) -> None:

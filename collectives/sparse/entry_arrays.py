@@ -301,7 +301,7 @@ class HostEntryArrays(Generic[Line]):
             self._library.put(target, self._library.values(result))
 
     def bounded(self, values: HostArray, limit: float = math.inf) -> bool:
-        # smallest and largest are NaN if there is one, for which no comparison holds
+        # a NaN makes smallest and largest NaN, for which no comparison holds
         return not values.size or (float(values.min()) > -limit and float(values.max()) < limit)
 
     def shown(self, values: HostArray) -> HostArray:
