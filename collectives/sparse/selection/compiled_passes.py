@@ -255,9 +255,6 @@ copy = cast(Intrinsic, intrinsic(_copy))
 """``copy(source, start, target, place)``: copy `SPAN` elements between arrays of one type."""
 
 
-TAKEN_NUMBERS = 2542049500
-"""A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
-
 BLOCK = 1024  # elements of a block
 
 ROOM = BLOCK + WORD
