@@ -23,7 +23,7 @@ PATIENT = ("--timeout", "4")
 
 WRONG = """
 import sys, topoplan
-from collectives.lab import chaos_rank as rank, chaos_run as run
+from collectives.lab import chaos_rank, chaos_run
 from collectives.lab.chaos_run import ChaosSettings, run_chaos_jobs
 
 {patch}

@@ -223,8 +223,8 @@ def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None
 @pytest.mark.parametrize(
     ("cuda", "runtime", "message"),
     [
-        (None, None, r'choosing entries on a GPU needs CuPy: pip install "topoplan\[cuda12\]"$'),
-        ("13.0", None, r'choosing entries on a GPU needs CuPy: pip install "topoplan\[cuda13\]"$'),
+        (None, None, r'selecting entries on a GPU needs CuPy: pip install "topoplan\[cuda12\]"$'),
+        ("13.0", None, r'selecting entries on a GPU needs CuPy: pip install "topoplan\[cuda13\]"$'),
         (
             "13.0",
             12090,
@@ -246,7 +246,7 @@ def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_say
     else:
         cupy = install(monkeypatch, Machine())
         monkeypatch.setattr(cupy.cuda.runtime, "runtimeGetVersion", lambda: runtime, raising=False)
-    with pytest.warns(UserWarning, match=f"sparse gradients travel from GPU 3 to the host, .*{message}"):
+    with pytest.warns(UserWarning, match=f"sparse gradients are copied from GPU 3 to the host, .*{message}"):
         found = torch_entry_arrays(TorchArrays([torch.device("cpu")]), 3)
     assert type(found) is HostEntryArrays
 

@@ -186,7 +186,7 @@ def test_the_process_group_lets_nobody_in_and_says_so(tmp_path: Path) -> None:
         dist.all_reduce(torch.ones(3))
         comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
         with pytest.raises(
-            UsageError, match=r"cannot let others in: a process group of torch .* takes none in"
+            UsageError, match=r"cannot admit joining ranks: a process group of torch .* but not admit any"
         ):
             _ = comm.invitation
         with pytest.raises(UsageError, match="cannot grow: a process group of torch"):

@@ -46,7 +46,7 @@ class AgreedSteps:
         enter: Callable[[], object] = lambda: None,
         leaving: bool = False,
     ) -> None:
-        self._gather = world.farewell if leaving else world.texts
+        self._gather = world.shutdown_notice if leaving else world.texts
         self.timeout = timeout
         self._enter = enter
         self._thread: threading.Thread | None = None

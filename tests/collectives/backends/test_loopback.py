@@ -380,10 +380,10 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
         Communicator(plan, chunk_bytes=0)
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         Communicator("nowhere.json")
-    with pytest.raises(UsageError, match="a int is no plan"):
+    with pytest.raises(UsageError, match=r"plan must be a Plan.*, got int"):
         Communicator(7)  # type: ignore[arg-type]
     for backend in ("loopback", "mpi", "tcp"):
-        with pytest.raises(UsageError, match="a NoneType is no plan"):
+        with pytest.raises(UsageError, match=r"plan must be a Plan.*, got NoneType"):
             Communicator(None, backend)  # type: ignore[arg-type]
 
 

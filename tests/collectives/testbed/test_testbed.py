@@ -281,7 +281,7 @@ def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str])
     assert [one["optimum"] for one in shown["phases"]] == [50.0, 30.0, 30.0]
     assert 4 < len(shown["phases"][1]["runs"]) <= MAX_RUNS_DURING
     assert shown["notes"][0].startswith("gpu1->gpu2: ")
-    assert shown["notes"][-1].startswith("planned anew for that: ")
+    assert shown["notes"][-1].startswith("replanned: ")
 
 
 @pytest.mark.thorough

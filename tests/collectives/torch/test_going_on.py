@@ -89,7 +89,7 @@ class Job:
             if rank == 0:
                 self._door.append(comm.invitation)
                 self._opened.set()
-                while comm._members.survivors("grow").knocks == "[]":
+                while comm._members.survivors("grow").join_requests == "[]":
                     self._dead.wait(0.01)
             comm.gather_texts("somebody knocks at rank 0")
             if rank:

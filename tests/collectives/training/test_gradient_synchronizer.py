@@ -328,7 +328,7 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
     assert given.closed == 0, "it is the caller's"
     no_plan: Any = 7
-    with pytest.raises(UsageError, match="a int is no plan"):
+    with pytest.raises(UsageError, match=r"plan must be a Plan.*, got int"):
         GradientSynchronizer(gradients, no_plan, backend="loopback")
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         GradientSynchronizer(gradients, "nowhere.json", backend="loopback")

@@ -129,7 +129,7 @@ def test_an_exchange_that_fewer_ranks_do_not_have_is_another_and_a_note_says_so(
     found = backends_in_threads(4, body)
     assert found[0][0] == "servers"
     assert found[0][1] != "servers"
-    assert "in place of exchange 'servers': there is no exchange 'servers' here" in found[0][2]
+    assert "in place of exchange 'servers': no exchange 'servers' here" in found[0][2]
     assert np.array_equal(found[0][3], found[1][3])
 
 
