@@ -24,7 +24,16 @@ from tests.seeded_bug_list import BUGS, Bug
 from tests.support.checkout import ROOT
 
 THOROUGH = "(thorough or listings) and not gpu and not slow"
-COPIED = ("topoplan", "collectives", "tests", "topologies", "docs", "conftest.py", "pyproject.toml", "README.md")
+COPIED = (
+    "topoplan",
+    "collectives",
+    "tests",
+    "topologies",
+    "docs",
+    "conftest.py",
+    "pyproject.toml",
+    "README.md",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +51,27 @@ def seed(bug: Bug, checkout: Path) -> str:
     path = checkout / bug.file
     text = path.read_text(encoding="utf-8")
     if text.count(bug.old) != 1:
-        raise SystemExit(f"{bug.name}: {bug.old!r} stands {text.count(bug.old)} times in {bug.file}; update the bug")
+        raise SystemExit(
+            f"{bug.name}: {bug.old!r} stands {text.count(bug.old)} times in {bug.file}; update the bug"
+        )
     path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
     return text
 
 
 def failing_test(checkout: Path, tests: Sequence[str], markers: str | None) -> str:
     """Run tests until one fails; return its name, or an empty text if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        *tests,
+    ]
     if markers is not None:
         command += ["-m", markers]
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}

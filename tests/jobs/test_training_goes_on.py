@@ -113,7 +113,10 @@ def test_the_example_loses_a_rank_and_gets_it_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--lose", "4@10"], "--lose must be a rank and a step, such as 2@100 of 2 processes or more, got 4@10"),
+        (
+            ["--lose", "4@10"],
+            "--lose must be a rank and a step, such as 2@100 of 2 processes or more, got 4@10",
+        ),
         (["--return", "20"], "--return needs a lost rank; give --lose"),
         (
             ["--lose", "1@30", "--return", "20"],
