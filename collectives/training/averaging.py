@@ -191,9 +191,9 @@ class InStepAverager(Averager):
         self._keys: set[str] = set()
         self.settings = settings
         low_rank, codes, significance = settings.low_rank, settings.codes, settings.significance
-        self._low_rank = low_rank and LowRankExchange(communicator, low_rank)
-        self._codes = codes and IntegerCodeExchange(communicator, codes)
-        self._significance = significance and SignificanceExchange(communicator, significance)
+        self._low_rank = LowRankExchange(communicator, low_rank) if low_rank else None
+        self._codes = IntegerCodeExchange(communicator, codes) if codes else None
+        self._significance = SignificanceExchange(communicator, significance) if significance else None
 
     def start(
         self,
@@ -328,11 +328,8 @@ class InStepAverager(Averager):
 
     def common(self) -> dict[str, NDArray[Any]]:
         """Return the right factors of low ranks."""
-        return (
-            {}
-            if self._low_rank is None
-            else {key: one for key, (one, *_) in self._low_rank.memory.arrays.items()}
-        )
+        arrays = {} if self._low_rank is None else self._low_rank.memory.arrays
+        return {key: one for key, (one, *_) in arrays.items()}
 
     def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
         if self._low_rank is not None:
