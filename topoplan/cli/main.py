@@ -151,9 +151,6 @@ SIGNAL_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", sign
 that of shells, 128 + the signal.
 """
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C."""
-
 RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
 """Variables that launchers set for a rank; a rank has started no processes and ends at once."""
 

@@ -223,7 +223,7 @@ MAX_PRINTED_SETS = 70
 
 
 def gpu_set_lines(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
-    """Return sets of GPUs in lines under a head; ``number`` is how many there are, ``sets`` may hold fewer.
+    """Return sets of GPUs in lines under a head; ``number`` counts all of them, ``sets`` may hold fewer.
 
     >>> gpu_set_lines("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
     'class 1: 0-3  4-7'

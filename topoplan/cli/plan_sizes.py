@@ -42,7 +42,7 @@ class RangeTimes:
     """A range of sizes with the model times at both ends and its lead over the runner-up.
 
     ``ends`` are the bytes at both ends, within the tested sizes; ``seconds`` are the times of its plan there.
-    ``second`` is the next best candidate with other trees in the geometric middle of the ends, None if there is none,
+    ``second`` is the next best candidate with other trees in the geometric middle of the ends (or None),
     and ``gain`` how many times longer it takes there. ``setting`` is that of the windows engine, None for messages.
     """
 

@@ -160,7 +160,7 @@ def load_kernel(cupy: ModuleType, source: str, name: str) -> Any:
     """Return a kernel on the current GPU, compiled unless this process or the cache has it for this kind of GPU.
 
     ``kernel(grid, block, arguments)`` queues it on the current stream, as ``cupy.cuda.function.Function``. Compilation
-    takes 0.1 to 0.2 s for a kernel; UsageError if there is no compiler or the GPU is too old for it. The cache is the
+    takes 0.1 to 0.2 s for a kernel; UsageError if NVRTC is missing or the GPU is too old for it. The cache is the
     folder that ``TOPOPLAN_KERNEL_CACHE`` names; its files are keyed by source, options, architecture and compiler
     version. Only the user may write to it: its contents are loaded into the GPU.
     """

@@ -18,7 +18,7 @@ struct State {       // zero before the first kernel
     Word ended;      // blocks of the running kernel
     Word key;        // of the k-th largest: the known bits, then zeros
     Word wanted;     // entries still to take among keys with these bits
-    Word nan;        // whether there is one
+    Word nan;        // whether x holds a NaN
     Word gathered;   // entries at or above the bound
 };
 
@@ -112,7 +112,7 @@ struct Raw<4> {
     typedef unsigned Type;
 };
 
-// A vector of elements: as many as there are wide ones in 16 bytes.
+// A vector of elements: as many as 16 bytes hold of the wide type.
 template <class Element, class Wide = Element>
 union Pack {
     static constexpr int LANES = VECTOR / sizeof(Wide);
