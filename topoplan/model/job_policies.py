@@ -126,8 +126,8 @@ def corrections(jobs: Workload, active: Sequence[ActiveJob]) -> list[float]:
     """Return the factors of the jobs' intensities, relative to the job with most traffic.
 
     Each job competes with that one alone, first with one priority, then with the other: the factor is the network
-    seconds that the job gains by going first, over those that the other loses. Crux's first example: 2 s of computing
-    and 2 s of sending, against 1 s and 1 s.
+    seconds that the job gains by going first, over the seconds that the other loses. Crux's first example: 2 s
+    of computing and 2 s of sending, against 1 s and 1 s.
 
     >>> stages = {name: JobStage(1, x, {"wire": x * 1e9}) for name, x in (("a", 2.0), ("b", 1.0))}
     >>> jobs = [TrainingJob(name, (stage,), gpus=10) for name, stage in stages.items()]
