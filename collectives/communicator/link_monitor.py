@@ -303,7 +303,7 @@ JUDGEMENT_CALLS, JUDGEMENT_CALLS_MOST, JUDGEMENT_SECONDS = 4, 64, 0.2
 MIN_MONITORED_BYTES = 1 << 20  # smallest monitored buffer; latency dominates smaller collectives
 
 MIN_BUSY_SECONDS = 0.1
-"""Busy seconds for a rate to count, usually 25 kernel ticks; of a slow link, those that its bytes would need."""
+"""Busy seconds for a rate to count, usually 25 kernel ticks; for a slow link the seconds that its bytes need."""
 
 TICK_SECONDS = 0.004  # resolution of busy times
 REPLAN_GAIN = 1.1  # factor by which another plan must be faster
