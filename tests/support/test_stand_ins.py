@@ -179,7 +179,7 @@ print(windows.team(link), window.made(), none.made(), window.multicast())
 print([window.address(peer) - memory if window.address(peer) else 0 for peer in (0, 3, 4)])
 window.close()
 windows.free(memory)
-print(described(library).rpartition(",")[0])
+print(describe_library(library).rpartition(",")[0])
 """
 
 
