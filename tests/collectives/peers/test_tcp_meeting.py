@@ -577,7 +577,7 @@ def test_rank_0_that_cannot_listen_says_who_does() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOPOPLAN_JOB", "a")
         here = Rendezvous.shared(address, job_identity(2))
-    body = f"from collectives.peers.tcp_control_plane import TcpControlPlane; TcpControlPlane({address!r}, 0, 2, timeout=9)"
+    body = f"from collectives.peers.tcp_control_plane import TcpControlPlane; TcpWorld({address!r}, 0, 2, timeout=9)"
     command = [sys.executable, "-c", body]
     ran = subprocess.run(command, env={**os.environ, "TOPOPLAN_JOB": "b"}, capture_output=True, text=True)
     here.release(None)
